@@ -10,7 +10,7 @@ from .read import read
 
 
 class CheckpointIO(ABC):
-    """Base class for your own way of writing and reading checkpoints.
+    """Base class for plugins that write and read checkpoints in their own way.
 
     Strategies that write sharded checkpoints (folders to which each process writes its shards) do not use this class.
     ``load_checkpoint`` must return the checkpoint that was passed to ``save_checkpoint``. ``paceline checkpoint`` and

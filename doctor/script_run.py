@@ -68,10 +68,13 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
     """Return a DataLoader for the same data with different settings.
 
     Raises:
-        ValueError: this kind of loader cannot be changed.
+        ValueError: if this kind of loader cannot be changed.
     """
     if type(loader) is not DataLoader:
-        raise ValueError(f"The doctor cannot change a {type(loader).__name__}. Pass a plain DataLoader.")
+        raise ValueError(
+            f"The doctor cannot change the settings of a loader of type {type(loader).__name__}. Pass a plain "
+            "DataLoader."
+        )
     workers = loader.num_workers if num_workers is None else num_workers
     options: dict[str, Any] = {
         "num_workers": workers,

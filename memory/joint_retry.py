@@ -75,7 +75,7 @@ class Together:
         return any(self._store.check([key]) for key in keys)
 
     def compare(self, own: Outcome) -> list[Outcome]:
-        """Return the outcomes of all ranks, by rank. Waits until every rank has finished its attempt."""
+        """Wait until every rank has finished its attempt; return the outcomes, by rank."""
         failed = own.kind == OUT_OF_MEMORY
         if failed:
             self._store.set(self._key(f"out/{self.rank}"), "1")
@@ -95,7 +95,7 @@ class Together:
         return found
 
     def _wait(self, what: str, seconds: float | None) -> bool:
-        """Wait until all ranks have written this key. Returns False if that takes longer than ``seconds``."""
+        """Wait until all ranks have written this key; return False if that takes longer than ``seconds``."""
         start, reported = time.monotonic(), False
         missing = list(range(self.size))
         while missing := [rank for rank in missing if not self._store.check([self._key(f"{what}/{rank}")])]:

@@ -60,7 +60,8 @@ def find_kind(accelerator: Any) -> str:
     """Return the device kind for ``Trainer(accelerator=...)``, such as ``"cuda"`` or ``"cpu"``.
 
     ``"auto"`` prefers CUDA, then MPS, XPU, TPU and any other accelerator that torch reports, then the CPU; ``"gpu"``
-    prefers CUDA, then MPS and XPU. The name of an accelerator that a package has added to torch selects that one.
+    prefers CUDA, then MPS and XPU. The name of an accelerator that a package has added to torch selects that
+    accelerator.
     """
     if not isinstance(accelerator, str):
         raise TypeError(

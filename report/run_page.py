@@ -109,7 +109,7 @@ def line(series: Mapping[str, Points], what: str) -> Html:
 
 
 def _speed(history: History) -> list[Html]:
-    """Return a single speed chart, because the curves of steps and samples per second have the same shape."""
+    """Return a single speed chart, because the curves for steps and samples per second have the same shape."""
     (steps, samples), speed = history.speeds(), history.speed()
     if not samples or len(samples) < len(steps):
         unknown = "The loader has no batch size, so the speed is shown in steps only."

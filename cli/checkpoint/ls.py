@@ -17,9 +17,9 @@ _LEFT_OUT = ("save", "ranks", "kind", "epoch", "written", "size")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("folder", help="a folder or a URL such as s3://bucket/run; subfolders are included")
-    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
 
 
 def run(arguments: Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``accelerate``'s parsers and functions behind its commands; Paceline's own commands run them."""
+"""The parsers and functions behind ``accelerate``'s commands, implemented with Paceline's own commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ default_yaml_config_file = str(Path(cache_dir) / "default_config.yaml")
 
 
 class _Parser(ArgumentParser):
-    """A parser that also gives the script its names in Accelerate."""
+    """A parser whose result also has Accelerate's names for the script and its arguments."""
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         found, rest = super().parse_known_args(*args, **kwargs)
@@ -81,7 +81,7 @@ get_config_parser = config_command_parser
 
 
 def config_command(args: Namespace) -> None:
-    """Ask for the settings and write the settings file."""
+    """Prompt for the settings and write the settings file."""
     _run("config", args)
 
 
@@ -135,7 +135,7 @@ def main() -> None:
 
 @dataclass
 class BaseConfig:
-    """The settings of a configuration file, by Accelerate's names."""
+    """The settings in a configuration file, under Accelerate's names."""
 
     compute_environment: Any = "LOCAL_MACHINE"
     distributed_type: Any = "NO"
@@ -149,7 +149,7 @@ class BaseConfig:
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> Any:
-        """Read a file, by default the one in use."""
+        """Read a configuration file; by default, the one in use."""
         content = files.load(Path(yaml_file or default_config_file))
         unknown = sorted(content.keys() - cls.__dataclass_fields__.keys())
         if unknown:
@@ -162,7 +162,7 @@ class BaseConfig:
     from_json_file = from_yaml_file
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Write the settings to a file, in the format of its ending."""
+        """Write the settings to a file, in the format that its suffix selects."""
         files.write_file(yaml_file, self.to_dict())
 
     to_json_file = to_yaml_file
@@ -170,7 +170,7 @@ class BaseConfig:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """The settings for machines of one's own."""
+    """The settings for the user's own machines."""
 
     num_processes: int = -1
     machine_rank: int = 0
@@ -204,13 +204,13 @@ class ClusterConfig(BaseConfig):
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
-    """Return the environment of the processes that ``paceline launch`` would start with these arguments."""
+    """Return the environment variables of the processes that ``paceline launch`` would start with these arguments."""
     settings = resolve(flags=_module("launch_flags").given(args), config_file=args.config_file)
     return {**os.environ, **{name: value for name, value in hand_over(settings).items() if name != FLAGS}}
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command of one process, and its environment."""
+    """Return the command and environment variables of a single process."""
     return [sys.executable, args.training_script, *args.training_script_args], prepare_multi_gpu_env(args)
 
 
@@ -225,5 +225,5 @@ DYNAMO_BACKENDS = DynamoBackend.list()
 
 
 def _validate_launch_command(args: Namespace) -> tuple[Namespace, None, bool]:
-    """Return the arguments; the launcher itself reads the configuration file and checks them."""
+    """Return the arguments unchanged, because the launcher itself reads the configuration file and checks them."""
     return args, None, str(getattr(args, "mixed_precision", None)) != "None"

@@ -25,7 +25,7 @@ _SECTIONS = ("optimizer", "scheduler")
 _OWN_OPTIONS = ("adam_w_mode", "torch_adam")
 
 
-#: The fields that a file may set, and their names in it.
+#: The fields that a configuration file may set, with their names in the file.
 _FIELDS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -33,18 +33,18 @@ _FIELDS = {
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
     "offload_param_device": "zero_optimization.offload_param.device",
 }
-#: Fields that must not differ from the file's value; for the others, the file's value is used.
+#: Fields that must not differ from the file's value. For all other fields, the file's value is used.
 _CHECKED = ("gradient_accumulation_steps", "gradient_clipping")
 
 
 class DummyOptim:
-    """Stands for the optimizer that a DeepSpeed JSON file defines.
+    """Placeholder for the optimizer that a DeepSpeed JSON file defines.
 
     Args:
         params: parameters, or parameter groups.
         lr: the learning rate, if the file has ``"auto"``.
         weight_decay: the weight decay, if the file has ``"auto"``.
-        **kwargs: kept, but without effect.
+        **kwargs: stored, but have no effect.
     """
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -56,14 +56,14 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Stands for the schedule that a DeepSpeed JSON file defines.
+    """Placeholder for the schedule that a DeepSpeed JSON file defines.
 
     Args:
         optimizer: the DummyOptim, or the optimizer.
         total_num_steps: length of the schedule in updates, if the file has ``"auto"``.
         warmup_num_steps: length of the warmup in updates, if the file has ``"auto"``.
         lr_scheduler_callable: creates the schedule from the optimizer, if the file defines none.
-        **kwargs: kept, but without effect.
+        **kwargs: stored, but have no effect.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class DummyScheduler:
 class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     """Paceline's DeepSpeedPlugin, whose configuration may define the optimizer and the schedule.
 
-    ``hf_ds_config`` becomes an :class:`HfDeepSpeedConfig`, and its values become those of the fields.
+    ``hf_ds_config`` is converted to an :class:`HfDeepSpeedConfig`, and its values are copied to the fields.
     """
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration, in which :meth:`fill` replaces ``"auto"`` values."""
+        """The configuration. :meth:`fill` replaces its ``"auto"`` values."""
         if self.hf_ds_config is not None:
             return self.hf_ds_config.config
         return vars(self).setdefault("_config", self._initial())
@@ -125,22 +125,22 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return found if self.gradient_clipping is None else {**found, "gradient_clipping": self.gradient_clipping}
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value of the configuration by its dotted name."""
+        """Return a value in the configuration by its dotted name."""
         return _value(self.deepspeed_config, ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return True if a value of the configuration is ``"auto"``."""
+        """Return True if a value in the configuration is ``"auto"``."""
         return self.get_value(ds_key_long) == "auto"
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace an ``"auto"`` value with the argument of this name, and note another value that differs.
+        """Replace an ``"auto"`` value with the argument of the same name; report any other value that differs from it.
 
         Args:
             ds_key_long: dotted name of the value.
-            mismatches: list that a sentence about a difference is added to.
-            must_match: whether a value that is not ``"auto"`` must be that of the argument.
+            mismatches: list to which a sentence about a difference is appended.
+            must_match: whether a value that is not ``"auto"`` must equal the argument.
             **kwargs: values by dotted names.
         """
         if ds_key_long not in kwargs:
@@ -148,7 +148,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         asked, found = kwargs[ds_key_long], self.get_value(ds_key_long)
         self._replace({ds_key_long: asked})
         if must_match and mismatches is not None and found not in (None, "auto", asked):
-            mismatches.append(f"{ds_key_long} is {found!r} in the DeepSpeed configuration, but {asked!r} is asked for")
+            mismatches.append(f"{ds_key_long} is {found!r} in the DeepSpeed configuration, but {asked!r} is requested")
 
     def is_zero3_init_enabled(self) -> bool:
         """Return True if ``zero3_init_flag`` is set."""
@@ -156,7 +156,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Context manager that sets ``zero3_init_flag``; models are sharded when they are prepared in any case."""
+        """Context manager that sets ``zero3_init_flag``. Models are sharded only when they are prepared."""
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         try:
             yield
@@ -172,7 +172,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         """Do nothing, because an Accelerator has one plugin."""
 
     def show_precision(self, mixed_precision: str) -> None:
-        """Add the sections to ``deepspeed_config`` that say what precision is used."""
+        """Add the sections that specify the precision to ``deepspeed_config``."""
         config = self.deepspeed_config
         config.setdefault("steps_per_print", math.inf)
         for name in ("bf16", "fp16"):
@@ -180,19 +180,19 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             self._replace({f"{name}.enabled": mixed_precision == name})
 
     def read(self) -> dict[str, Any]:
-        """Return the configuration without its ``"auto"`` values and without the optimizer and the schedule."""
+        """Return the configuration without ``"auto"`` values, the optimizer and the schedule."""
         return read_config({name: value for name, value in self._given.items() if name not in _SECTIONS})
 
     def decided(self, name: str) -> Any:
-        """Return a value like Paceline's plugin, and 1.0 for ``gradient_clipping`` if it is ``"auto"``."""
+        """Return a value as Paceline's plugin does, but 1.0 for ``gradient_clipping`` if it is ``"auto"``."""
         found = super().decided(name)
         return 1.0 if found is None and name == "gradient_clipping" and self._given.get(name) == "auto" else found
 
     def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> None:
-        """Replace the ``"auto"`` values that follow from what is prepared.
+        """Replace the ``"auto"`` values that follow from the prepared objects.
 
         Args:
-            objects: the loaders, DummyOptim and DummyScheduler.
+            objects: the objects to prepare: loaders, DummyOptim and DummyScheduler.
             steps: number of micro-batches in a window.
             world: number of processes.
             split: whether processes share batches.
@@ -214,7 +214,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
                 )
 
     def _replace(self, values: Mapping[str, Any]) -> None:
-        """Replace ``"auto"`` values, by dotted names."""
+        """Replace ``"auto"`` values; ``values`` has dotted names."""
         for name, value in values.items():
             place, last = _place(self.deepspeed_config, name)
             if place is not None and place.get(last) == "auto" and value is not None:
@@ -222,12 +222,12 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
 
     @property
     def _given(self) -> dict[str, Any]:
-        """The configuration as it was given."""
+        """The configuration as the user passed it."""
         return vars(self).get("_file", {})
 
 
 def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any]:
-    """Return the values of a schedule in a DeepSpeed file. Scripts count its steps before loaders are divided."""
+    """Return the schedule's values for a DeepSpeed file. Scripts count its steps before loaders are sharded."""
     own, total = schedule.optimizer, schedule.total_num_steps
     return {
         "warmup_min_lr": 0,
@@ -238,7 +238,7 @@ def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any
 
 
 def _place(config: Any, name: str) -> tuple[Any, str]:
-    """Return the section that holds a dotted name (None if there is none), and the last part of the name."""
+    """Return the section that contains a dotted name (None if there is none), and the last part of the name."""
     *sections, last = name.split(".")
     for section in sections:
         config = None if config is None else config.get(section)
@@ -258,7 +258,7 @@ class HfDeepSpeedConfig:
         config_file_or_dict: a dict, or the path of a JSON file.
 
     Attributes:
-        given: the configuration as it was given.
+        given: the configuration as the user passed it.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -266,7 +266,7 @@ class HfDeepSpeedConfig:
         self.config = copy.deepcopy(self.given)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """Return the section that holds a dotted name (None if there is none), and the last part of the name."""
+        """Return the section that contains a dotted name (None if there is none), and the last part of the name."""
         return _place(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -299,13 +299,13 @@ class HfDeepSpeedConfig:
         return self.get_value("zero_optimization.stage", -1) == 3
 
     def is_offload(self) -> bool:
-        """Return True if weights or the optimizer's state are kept outside the GPU."""
+        """Return True if weights or the optimizer state are offloaded from the GPU."""
         names = ("offload_optimizer", "offload_param")
         return any(self.get_value(f"zero_optimization.{name}.device") in ("cpu", "nvme") for name in names)
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """Return the DeepSpeed plugin of an AcceleratorState."""
+    """Return the DeepSpeed plugin in an AcceleratorState."""
     if state.deepspeed_plugin is None:
         raise ValueError("This Accelerator has no DeepSpeedPlugin. Pass Accelerator(deepspeed_plugin=...).")
     return state.deepspeed_plugin
@@ -315,7 +315,7 @@ def created(objects: tuple[Any, ...], plugin: Any) -> list[Any]:
     """Replace each DummyOptim and DummyScheduler with the torch object that the filled configuration defines.
 
     Raises:
-        ValueError: the configuration and the script both define the optimizer or the schedule, or neither does.
+        ValueError: if the configuration and the script both define the optimizer or the schedule, or neither does.
     """
     config = without_auto(plugin.deepspeed_config) if isinstance(plugin, DeepSpeedPlugin) else {}
     optimizers = {id(one): _optimizer(one, config) for one in objects if isinstance(one, DummyOptim)}
@@ -341,8 +341,8 @@ def _refuse_both(name: str, objects: Any, kind: type, dummy: bool, config: Mappi
 def _optimizer(dummy: DummyOptim, config: Mapping[str, Any]) -> torch.optim.Optimizer:
     if "optimizer" not in config:
         raise ValueError(
-            "DummyOptim stands for the optimizer of a DeepSpeed configuration, but there is none in it. Create a torch "
-            "optimizer, or add 'optimizer' to the configuration."
+            "DummyOptim is a placeholder for the optimizer in a DeepSpeed configuration, but the configuration has "
+            "none. Create a torch optimizer, or add 'optimizer' to the configuration."
         )
     section = config["optimizer"]
     kind, params = str(section.get("type")), dict(section.get("params") or {})
@@ -362,8 +362,8 @@ def _scheduler(dummy: DummyScheduler, optimizer: Any, config: Mapping[str, Any])
     if "scheduler" not in config:
         if dummy.lr_scheduler_callable is None:
             raise ValueError(
-                "DummyScheduler stands for the schedule of a DeepSpeed configuration, but there is none in it. Pass "
-                "lr_scheduler_callable, or add 'scheduler' to the configuration."
+                "DummyScheduler is a placeholder for the scheduler in a DeepSpeed configuration, but the "
+                "configuration has none. Pass lr_scheduler_callable, or add 'scheduler' to the configuration."
             )
         return dummy.lr_scheduler_callable(optimizer)
     schedules: Any = importlib.import_module("deepspeed.runtime.lr_schedules")

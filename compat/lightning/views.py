@@ -1,7 +1,7 @@
-"""Views of a run, under the names of the private parts of Lightning that libraries read.
+"""Views of a run, under the names of Lightning's private objects that libraries read.
 
-The first time a name is read, a debug message says what to read instead. Reading a name that has no meaning in Paceline
-raises an AttributeError, which also says what to use.
+The first time a name is read, a debug message names the public replacement. Reading a name that has no meaning in
+Paceline raises an AttributeError, which names a replacement too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Read = tuple[Callable[[Any], Any], str]
 
 
 class View:
-    """One part of Lightning's Trainer, with values read from Paceline's Trainer.
+    """A view of one part of Lightning's Trainer, with values from Paceline's Trainer.
 
     Attributes:
-        place: the part, as written in programs.
+        place: the part, as programs write it.
         instead: advice for names that this part does not have.
         reads: the names that can be read.
         writes: the names that can be set, and the Trainer attribute that each one sets.
@@ -55,7 +55,7 @@ class View:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.writes:
             raise AttributeError(
-                f"{self.place}.{name} cannot be set, because it only shows what a run does. {self.instead}"
+                f"{self.place}.{name} cannot be set, because it only reflects the state of a run. {self.instead}"
             )
         setattr(vars(self)["trainer"], self.writes[name], value)
 
@@ -67,7 +67,7 @@ class View:
 
 
 class Progress:
-    """How often something was started and finished, in this run and in total. The counts cannot be set."""
+    """Counts how often something was started and finished, in this run and in total. The counts cannot be set."""
 
     ready: int
     started: int
@@ -80,8 +80,8 @@ class Progress:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"The progress of a loop cannot be set ({name} = {value!r}), because it only shows what a run does. Pass "
-            "ckpt_path to fit to continue a saved run, or max_epochs to the Trainer for fewer epochs."
+            f"The progress of a loop cannot be set ({name} = {value!r}), because it only reflects the state of a run. "
+            "Pass ckpt_path to fit to continue a saved run, or max_epochs to the Trainer for fewer epochs."
         )
 
     @property
@@ -143,7 +143,10 @@ class Optimization(View):
     """``epoch_loop.automatic_optimization`` and ``.manual_optimization``."""
 
     place = "trainer.fit_loop.epoch_loop.manual_optimization"
-    instead = "trainer.global_step counts the steps, and each step calls optimizer_step and the hooks around it."
+    instead = (
+        "Read trainer.global_step for the number of steps. To run code in each step, override optimizer_step or a "
+        "hook around it."
+    )
     reads: ClassVar[Mapping[str, Read]] = {
         "optim_step_progress": (_steps, "trainer.global_step"),
         "optim_progress": (_steps, "trainer.global_step"),
@@ -272,7 +275,7 @@ class CallbackConnector(View):
     """``trainer._callback_connector``."""
 
     place = "trainer._callback_connector"
-    instead = "trainer.callbacks lists the callbacks in the order in which they are called."
+    instead = "Read trainer.callbacks, which lists the callbacks in the order in which they are called."
     reads: ClassVar[Mapping[str, Read]] = {}
 
 

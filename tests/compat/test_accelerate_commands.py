@@ -101,9 +101,11 @@ def test_a_schedule_may_come_from_a_function() -> None:
     )
     found = deepspeed.created((optimizer, schedule), plugin)
     assert (type(found[0]), found[1].optimizer, found[1].step_size) == (torch.optim.SGD, found[0], 3)
-    with pytest.raises(ValueError, match="DummyOptim stands for the optimizer of a DeepSpeed configuration"):
+    with pytest.raises(ValueError, match="DummyOptim is a placeholder for the optimizer in a DeepSpeed configuration"):
         Accelerator(cpu=True).prepare(optimizer)
-    with pytest.raises(ValueError, match="DummyScheduler stands for the schedule of a DeepSpeed configuration"):
+    with pytest.raises(
+        ValueError, match="DummyScheduler is a placeholder for the scheduler in a DeepSpeed configuration"
+    ):
         deepspeed.created((deepspeed.DummyScheduler(found[0]),), plugin)
 
 
@@ -147,7 +149,7 @@ def test_a_deepspeed_plugin_shows_what_its_file_says(tmp_path: Path) -> None:
     plugin.fill_match("gradient_clipping", differences, gradient_clipping=1.0)
     plugin.fill_match("gradient_clipping", differences, must_match=False, gradient_clipping=1.0)
     assert plugin.hf_ds_config.get_value("train_batch_size") == 8
-    assert differences == ["gradient_clipping is 0.5 in the DeepSpeed configuration, but 1.0 is asked for"]
+    assert differences == ["gradient_clipping is 0.5 in the DeepSpeed configuration, but 1.0 is requested"]
     with plugin.zero3_init_context_manager(enable=True):
         assert plugin.is_zero3_init_enabled()
     assert not plugin.is_zero3_init_enabled()

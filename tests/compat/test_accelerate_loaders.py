@@ -323,7 +323,7 @@ def test_what_differs_from_accelerate_is_said_once() -> None:
     assert uneven == [
         "The processes have different seeds (set_seed(",
         "Prepared schedules advance once per update",
-        "Gradients are clipped once, when their window is complete",
+        "Gradients are clipped once, when their accumulation window is complete",
         "optimizer",
         "The last window of a pass has 2 of 3 micro-batches",
         "The last 6 of 16 samples do not fill a batch on each of 2 processes",
@@ -345,8 +345,8 @@ def test_a_pass_that_skips_batches_and_windows_of_several_models_are_told_too(ca
             for model in models:
                 with accelerator.accumulate(model):
                     accelerator.backward(model(x).square().mean())
-        assert ("Each argument of accumulate has a window of its own" in caplog.text) == told
-        assert ("has the order of the next epoch" in caplog.text) == told
+        assert ("Each argument of accumulate has its own accumulation window" in caplog.text) == told
+        assert ("uses the order of the next epoch" in caplog.text) == told
 
 
 def test_a_stateful_loader_says_that_its_order_is_not_torchdatas(
@@ -357,4 +357,4 @@ def test_a_stateful_loader_says_that_its_order_is_not_torchdatas(
     for shuffle in (False, True):
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
         accelerator.prepare(DataLoader(range(4), shuffle=shuffle))  # type: ignore[arg-type]
-        assert ("it is that of torchdata's sampler. Losses differ" in caplog.text) == shuffle
+        assert ("the order of torchdata's sampler instead. Losses differ" in caplog.text) == shuffle

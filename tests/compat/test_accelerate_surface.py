@@ -36,7 +36,7 @@ DIFFERENT = {
         "FullyShardedDataParallelPlugin.set_cpu_offload FullyShardedDataParallelPlugin.validate_cpu_offload "
         "FullyShardedDataParallelPlugin.validate_mixed_precision_policy HfDeepSpeedConfig.set_stage_and_offload"
     ),
-    "these files always hold the full state": (
+    "these files always contain the full state": (
         "load_fsdp_model(use_dcp) load_fsdp_optimizer(use_dcp) save_fsdp_model(use_dcp) save_fsdp_optimizer(use_dcp)"
     ),
 }

@@ -118,8 +118,8 @@ def test_the_machine_follows_from_rank_or_from_node_rank() -> None:
         (without(TORCHRUN, RANK="8"), ("rank 8 of world size 8", "RANK, WORLD_SIZE")),
         (without(TORCHRUN, RANK="-1"), ("rank -1 of world size 8",)),
         (without(TORCHRUN, LOCAL_RANK="4"), ("local rank 4 of local world size 4",)),
-        (without(TORCHRUN, GROUP_RANK="2"), ("node rank 2 of number of nodes 2",)),
-        (without(TORCHRUN, LOCAL_WORLD_SIZE="9"), ("9 processes on this machine of 8",)),
+        (without(TORCHRUN, GROUP_RANK="2"), ("node rank 2 with node count 2",)),
+        (without(TORCHRUN, LOCAL_WORLD_SIZE="9"), ("9 processes on this machine but 8",)),
         (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), ("local rank 1 of local world size 0",)),
         (without(TORCHRUN, WORLD_SIZE="two"), ("WORLD_SIZE='two' is not a whole number",)),
         (without(TORCHRUN, MASTER_PORT="http"), ("MASTER_PORT='http' is not a whole number",)),
@@ -153,7 +153,7 @@ def test_torchrun_in_a_pod_is_torchrun() -> None:
 )
 def test_processes_that_paceline_started_do_not_name_torchrun(environ: dict[str, str], name: str) -> None:
     assert found(TORCHRUN | environ).name == name
-    with pytest.raises(RuntimeError, match=f"The environment of {name} says rank 8 of world size 8.*Make RANK, "):
+    with pytest.raises(RuntimeError, match=f"environment of {name} specifies rank 8 with world size 8.*Make RANK, "):
         find_cluster(TORCHRUN | environ | {"RANK": "8"})
 
 
@@ -190,7 +190,7 @@ def test_address_and_port_can_be_given_under_srun() -> None:
 def test_the_tasks_of_this_machine_are_read_from_the_list(tasks: str, node: str, local_size: int) -> None:
     environ = without(SRUN, SLURM_TASKS_PER_NODE=tasks, SLURM_NODEID=node, SLURM_LOCALID="0", SLURM_NNODES="3")
     if int(node) >= 3:
-        with pytest.raises(RuntimeError, match="node rank 7 of number of nodes 3"):
+        with pytest.raises(RuntimeError, match="node rank 7 with node count 3"):
             find_cluster(environ)
     else:
         assert found(environ).local_world_size == local_size
