@@ -242,7 +242,7 @@ class FitLoop:
     def batch_hooks(self) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
         """Return the hooks at a batch's start and end.
 
-        If the step fetches its batches itself, the hooks get the batch that was fetched last, at first None, and its
+        If the step fetches its batches itself, the hooks get the most recently fetched batch (None at first) and its
         index.
         """
         starts, ends = self.hooks.on_train_batch_start, self.hooks.on_train_batch_end

@@ -469,8 +469,8 @@ def connect_precision(run: Run) -> None:
     if run.model is not given:
         run.model = given
         raise TypeError(
-            f"{type(precision).__name__}.connect returned another module than it got ({type(given).__name__}). Change "
-            "the module in place, or override convert_module."
+            f"{type(precision).__name__}.connect returned a different module than it was given "
+            f"({type(given).__name__}). Change the module in place, or override convert_module."
         )
     run.optimizers, run.lr_scheduler_configs = list(optimizers), list(configs)
 
