@@ -455,7 +455,7 @@ def test_a_state_that_finds_no_place_is_told():
         load_loader_state(loader(), state)
     with pytest.warns(messages.PacelineWarning, match="random generators .1; this loader has 0"):
         load_loader_state(loader(), loader_state(with_generator(0)))
-    with pytest.warns(messages.PacelineWarning, match="no load_state_dict now"):
+    with pytest.warns(messages.PacelineWarning, match="this loader has no load_state_dict"):
         load_loader_state(loader(), loader_state(Positioned()))
 
 
