@@ -50,7 +50,7 @@ class CheckpointKeeper(Checkpoint):
     :class:`ModelCheckpoint` describes the arguments and attributes. Subclasses decide when to save and then call
     :meth:`save` on every rank. A step that is already saved is not saved again.
 
-    Subclasses may override four methods with the names and arguments that they have in Lightning:
+    Subclasses may override four methods, which have the same names and arguments as in Lightning:
     ``_monitor_candidates`` adds values to rank by, ``_update_best_and_save`` ranks and writes a file with a score, on
     every rank, ``_save_checkpoint`` writes each file, on every rank, and ``_remove_checkpoint`` deletes a file, on rank
     0 only. A file that one of these methods writes is never written in the background.
@@ -266,13 +266,13 @@ class CheckpointKeeper(Checkpoint):
     def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         """Rank and write a file with the score ``current``, and delete the file that it replaces.
 
-        Only a subclass's override is called, on every rank, if the file belongs in the ranking. The new file is on disk
-        when this method returns.
+        Called on every rank if the file belongs in the ranking, but only if a subclass overrides this method. The new
+        file is on disk when this method returns.
         """
         candidates = monitor_candidates if self.monitor is None else {**monitor_candidates, self.monitor: current}
         values = self._values(trainer, candidates)
         gone = self._giving_way(values[self.monitor or "epoch"])
-        if gone is None:  # the override passes a worse score
+        if gone is None:  # an override may pass a worse score
             gone = [self.kth_best_model_path]
         link, self._link_is_due = self._link_is_due, False
         path = self._unused(trainer, values, self.filename, replaces=gone)

@@ -288,7 +288,7 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
         if configs[0].interval != "epoch":
             messages.warn(
                 f"The scheduler {type(configs[0].scheduler).__name__} advances every {configs[0].interval}, but "
-                "SWALR, which replaces it, advances every epoch."
+                "SWALR, which replaces it, advances every epoch. To keep your scheduler, use EMAWeightAveraging."
             )
         messages.info(f"Swapping scheduler `{type(configs[0].scheduler).__name__}` for `{type(scheduler).__name__}`.")
         for name, value in ours.items():

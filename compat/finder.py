@@ -195,7 +195,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).setdefault("__version__", self.package.version)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Return the package's distribution that ``context`` names, for ``importlib.metadata``; all without a name."""
+        """Return the package's distribution that ``context`` names, or all if it has no name."""
         name = getattr(context, "name", None)
         if name is None and _looks_in_folders(context):
             return []
@@ -256,12 +256,12 @@ def _normal(name: str) -> str:
 
 
 def _looks_in_folders(context: Any) -> bool:
-    """Return True if ``importlib.metadata`` was given the folders to look in, instead of ``sys.path``."""
+    """Return True if ``importlib.metadata`` searches folders that the caller passed, instead of ``sys.path``."""
     return context is not None and "path" in vars(context)
 
 
 def _hide_installed(package: Package) -> None:
-    """Make ``importlib.metadata.distributions`` leave out the distributions that the package replaces."""
+    """Make ``importlib.metadata.distributions`` omit the distributions that the package replaces."""
     finder: Any = importlib.metadata.MetadataPathFinder
     find, replaced = finder.find_distributions, {_normal(name) for name in package.distributions}
 

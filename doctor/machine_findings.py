@@ -57,8 +57,8 @@ def fragmentation(case: Case) -> Finding | None:
             return Finding(
                 "fragmentation",
                 f"{percent(idle / total)} of the GPU's memory is unused between tensors on rank {facts.rank}.",
-                f"torch had to return memory and allocate it again {retries:.0f} times, waiting for the GPU each time, "
-                "because sizes change from step to step.",
+                f"torch had to return memory and allocate it again {retries:.0f} time{'' if retries == 1 else 's'}, "
+                "waiting for the GPU each time, because sizes change from step to step.",
                 "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and use batches of few different shapes.",
                 "Steps no longer wait for memory, and a larger batch fits.",
                 0.05,

@@ -180,15 +180,15 @@ def logging_share(case: Case) -> Finding | None:
         named = hooks(max(case, key=lambda facts: facts.share("callbacks")))
         first = next((name for name, one in named.items() if one >= share / 2), "")
         why = (
-            f"These hooks take the time: {listed(named)}."
+            f"The time goes into these hooks: {listed(named)}."
             if named
-            else "Hooks of callbacks and the module take the time."
+            else "The time goes into hooks of callbacks and of the module."
         )
         change = "Do this work every n steps or at the end of an epoch"
         change += ", and raise refresh_rate of the progress bar." if "ProgressBar." in first else "."
         change += there(case, " Trainer(profiler='simple') lists all hooks.", "")
     else:
-        why = "Sending values to the loggers takes the time."
+        why = "The time goes into sending values to the loggers."
         change = there(case, "Raise Trainer(log_every_n_steps=...)", "Call accelerator.log every n steps")
         change += ", log fewer values, or use a logger that writes in the background."
     what = f"Callbacks and logging take {percent(share)} of each step{f', most of it {first}' if first else ''}."

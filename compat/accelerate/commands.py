@@ -174,7 +174,7 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Replace the names of older files, and set what they leave out; changes and returns ``config_dict``."""
+        """Replace names from older files and set missing values in ``config_dict``; return it."""
         fp16, backend = config_dict.pop("fp16", False), config_dict.pop("dynamo_backend", None)
         if backend is not None:
             config_dict["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}

@@ -49,7 +49,7 @@ _SHOWN = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-#: The values that fields show if nothing sets them.
+#: The values that fields show if nothing else sets them.
 _DEFAULTS = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
@@ -141,7 +141,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         self._show({"zero3_init_flag": self.hf_ds_config.is_zero3()})
 
     def _show(self, values: Mapping[str, Any]) -> None:
-        """Set fields that are None to values that count as not set."""
+        """Set fields that are None to default values that count as not set."""
         for name, value in values.items():
             if getattr(self, name) is None and value is not None:
                 setattr(self, name, value)
@@ -169,7 +169,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return {**found, "gradient_clipping": self.gradient_clipping} if self.gradient_clipping else found
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """Return the plugin itself, which has read the settings, so that a script sees what ``prepare`` fills in."""
+        """Return the plugin itself, which has read the settings, so that scripts see the filled values."""
         del settings
         return self
 
@@ -253,13 +253,13 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
 
         Args:
             prefix: dotted name of the section.
-            mismatches: list that sentences about differences are added to.
-            config: the section; None means all.
-            must_match: whether values that are not ``"auto"`` must be those of the arguments.
+            mismatches: list to which sentences about differences are appended.
+            config: the section; None means the entire configuration.
+            must_match: whether values that are not ``"auto"`` must equal the arguments.
             **kwargs: values by dotted names.
 
         Raises:
-            ValueError: values differ.
+            ValueError: if values differ.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for name, value in list((self.deepspeed_config if config is None else config).items()):
@@ -271,16 +271,16 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             raise ValueError(f"{'; '.join(found)}. Change one of the two, or set the configuration's value to 'auto'.")
 
     def set_deepspeed_weakref(self) -> None:
-        """Do nothing: models are sharded when they are prepared, not when they are created."""
+        """Do nothing, because models are sharded when they are prepared, not when they are created."""
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Do nothing, or raise if the plugin names mixture-of-experts layers, which Paceline does not support.
+        """Raise an error if the plugin names mixture-of-experts layers, which Paceline does not support.
 
         Args:
             model: not used.
 
         Raises:
-            NotImplementedError: ``transformer_moe_cls_names`` is set.
+            NotImplementedError: if ``transformer_moe_cls_names`` is set.
         """
         del model
         self.options()
@@ -302,7 +302,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
 
     @property
     def clip_norm(self) -> float | None:
-        """Norm that gradients are clipped to at each step, after :meth:`fill`; None means no clipping."""
+        """Maximum gradient norm at each step, known after :meth:`fill`; None means no clipping."""
         return float(self.get_value("gradient_clipping") or 0.0) or None
 
     def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> None:
@@ -347,7 +347,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
 
 
 def _buckets(config: Any) -> dict[str, int]:
-    """Return the values that depend on the size of a model's hidden states, if its configuration says it."""
+    """Return the values that depend on the size of a model's hidden states, if its configuration has that size."""
     size = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or (0,))
     values = {
         "reduce_bucket_size": size * size,
@@ -383,7 +383,7 @@ def _value(config: Any, name: str, default: Any) -> Any:
 
 
 def _parsed(given: Any) -> Any:
-    """Return the dict that JSON text means; anything else is returned unchanged."""
+    """Parse JSON text; return anything else unchanged."""
     if isinstance(given, str) and not os.path.exists(given):
         for read in (str, base64.urlsafe_b64decode):
             with suppress(ValueError):
@@ -406,7 +406,7 @@ class HfDeepSpeedConfig:
         self.config = copy.deepcopy(self.given)
 
     def set_stage_and_offload(self) -> None:
-        """Do nothing: stage and offloading are read from the configuration when they are asked for."""
+        """Do nothing, because stage and offloading are read from the configuration on each access."""
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
         """Return the section that contains a dotted name (None if there is none), and the last part of the name."""

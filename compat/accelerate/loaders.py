@@ -63,8 +63,8 @@ class DataLoaderShard(PreparedLoader):
             sampler.generator = torch.Generator()
             if early and loader.num_workers:
                 _tell(
-                    "With use_stateful_dataloader=True and workers, the seedable sampler decides the order of every "
-                    "pass. With Accelerate, torch's global generator decides that of the first one.",
+                    "With use_stateful_dataloader=True and workers, the seedable sampler determines the order of "
+                    "every pass. In Accelerate, torch's global generator determines the order of the first pass.",
                     key="the first pass of a stateful loader",
                 )
         config = replace(config, dispatch_batches=central, data_seed=None)
@@ -217,10 +217,10 @@ def _draw() -> int:
 
 
 def _first_draws(loader: DataLoader[Any]) -> Tensor | None:
-    """Draw the numbers that start the first pass, as Accelerate does when it prepares a stateful loader.
+    """Draw the random numbers that begin the first pass, as Accelerate does when it prepares a stateful loader.
 
     Returns:
-        The state of the global generator before these draws; None if the pass makes them itself.
+        The state of the global generator before these draws; None if the pass draws them itself.
     """
     before, sampler = torch.get_rng_state(), sampler_of(loader)
     if loader.num_workers and not isinstance(sampler, (RandomSampler, SequentialSampler, type(None))):

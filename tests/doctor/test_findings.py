@@ -324,7 +324,7 @@ def test_callbacks_that_take_much_of_a_step_are_named_with_their_hook_and_share(
     finding = only(report, "logging_share")
     assert finding.what == "Callbacks and logging take 75 % of each step, most of it Ends.on_train_batch_end."
     named = "Ends.on_train_batch_end (60 %), Looks.on_before_zero_grad (10 %), Talks.on_train_batch_end (5 %)"
-    assert finding.why == f"These hooks take the time: {named}."
+    assert finding.why == f"The time goes into these hooks: {named}."
     assert "progress bar" not in finding.change
     assert "profiler='simple'" in finding.change
 
