@@ -1,4 +1,4 @@
-"""Redirect imports of another package to Paceline. All replacements share this code."""
+"""Redirect imports of other packages to Paceline. All replacements share this code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UNKNOWN: Any = object()
 
 @dataclass
 class Target:
-    """Where Paceline defines a name: a module, and the name in that module ("" for the module itself)."""
+    """The place where Paceline defines a name: a module and the name in it ("" for the module itself)."""
 
     module: str
     name: str
 
     def owner(self) -> ModuleType:
-        """Return the module."""
+        """Import and return the module."""
         return importlib.import_module(f"{_PACKAGE}.{self.module}" if self.module else _PACKAGE)
 
     def value(self) -> Any:
@@ -56,16 +56,16 @@ class Package:
 
     Attributes:
         name: the name under which the package is imported.
-        version: the version of the package that has these names; programs see it as the installed version.
+        version: the version of the package that has these names; programs see this version as the installed one.
         modules: the names in each module, by the module's full name.
         everywhere: names that each module also has, because the package's modules import them from each other.
-        constants: values for names that Paceline itself does not use.
-        aliases: maps names of other packages to the modules that they stand for, such as ``pytorch_lightning`` to
+        constants: values of names that Paceline itself does not use.
+        aliases: maps names of other packages to the corresponding modules, such as ``pytorch_lightning`` to
             ``lightning.pytorch``.
         distributions: distribution names that ``importlib.metadata`` reports as installed.
         fallback: function that returns the value for a name that is in none of these tables, or UNKNOWN.
         on_import: called when the first module is imported.
-        homepage: the homepage in the metadata.
+        homepage: the home page in the metadata.
         check_early: libraries that check only once, at import time, whether the package is installed.
     """
 
@@ -246,7 +246,7 @@ def placeholder(name: str, why: str) -> type:
 
     Args:
         name: the class's name in the replaced package.
-        why: the rest of the error message after the name, without a period.
+        why: the error message after the name, without the final period.
     """
     return _Placeholder(name, (), {"why": f"{name} {why}."})
 

@@ -11,7 +11,7 @@ from .base import DeviceKind
 
 
 class MPS(DeviceKind):
-    """Apple's GPU, of which a Mac has one."""
+    """Apple's GPU. A Mac has only one."""
 
     name = "mps"
     title = "MPS device"

@@ -283,8 +283,8 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
         found = find_devices(started if devices == "auto" else devices, kind)
         if len(found) != started and devices != -1:
             raise ValueError(
-                f"Trainer(devices={devices!r}) asks for {len(found)} processes on this machine, but {cluster.name} "
-                f"started {started}. Leave devices out, or start {len(found)} processes."
+                f"Trainer(devices={devices!r}) needs one process per device on this machine ({len(found)} in total), "
+                f"but {cluster.name} started {started}. Leave devices out, or start {len(found)}."
             )
         return found
     present = kind_of(kind).count()
@@ -379,8 +379,8 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
 def _fitting(strategy: Strategy) -> Strategy:
     """Return the strategy; raise if it cannot use its precision.
 
-    That is so if it shards a model whose weights the precision quantizes, or if it would never call a method that the
-    precision overrides.
+    This happens if the strategy shards a model whose weights the precision quantizes, or if it would never call a
+    method that the precision overrides.
     """
     precision = strategy.precision
     if precision.quantizes and not strategy.holds_whole_module:

@@ -55,7 +55,7 @@ def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., A
 
 
 def check_step(module: TrainingModule, name: str) -> None:
-    """Raise if a step's signature fits neither one loader nor several."""
+    """Raise if a step's signature accepts neither the arguments for one loader nor those for several."""
     step, owner = getattr(module, name), type(module).__name__
     if not callable(step):
         raise TypeError(f"{owner}.{name} is {step!r}, which is not callable. Define {name}(self, batch, batch_idx).")

@@ -225,7 +225,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         trainer = self._trainer
         barebones = trainer is not None and trainer.barebones
         why = "Trainer(barebones=True) keeps no metrics" if barebones else "no Trainer runs this module"
-        messages.warn_once(f"self.log({name!r}) has no effect: {why}.", key=f"log in vain: {why}")
+        messages.warn_once(f"self.log({name!r}) has no effect, because {why}.", key=f"log in vain: {why}")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above the progress bar if there is one."""
@@ -491,7 +491,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         return self.device.type == "cuda"
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors from all processes along a new first dimension, which is added only for several processes."""
+        """Stack tensors from all processes along a new first dimension; with one process, return them unchanged."""
         return self.trainer.strategy.all_gather(data, group, sync_grads)
 
     @property

@@ -69,15 +69,15 @@ class TrainStep(ManualStep):
 
     Attributes:
         losses: reads the loss from what ``training_step`` returned, and counts the items of the window.
-        optimizer: the fit's only optimizer, or one object that stands for all of them.
+        optimizer: the fit's only optimizer, or a :class:`.JointOptimizer` that combines all of them.
         share: weight of the epoch's last batch if ranks have different numbers of samples in it.
-        sync: tells the strategy whether the next backward averages gradients over ranks; None where each does.
+        sync: tells the strategy whether the next backward averages gradients across ranks; None if every backward does.
         scales: whether fp16 scales the losses, so that gradients are unscaled before each step.
         clip: clips an optimizer's gradients; None if they are not clipped.
         take: steps an optimizer; returns False if the step was skipped.
         clear: clears an optimizer's gradients.
         clearing: the ``on_before_zero_grad`` hooks and ``clear``, each called with the optimizer.
-        after_step: what is called with the optimizer after each of its steps: ``clearing``.
+        after_step: the functions called with the optimizer after each of its steps; the same as ``clearing``.
     """
 
     #: The name of the method that runs an update; :class:`.ManualStepCheck` wraps it to count the updates.

@@ -72,14 +72,14 @@ class Precision:
 
     :meth:`bind_forward` is called once, when a run starts, and returns the step unchanged if it needs no context.
 
-    A subclass of yours may override any method. The Trainer calls its :meth:`convert_input` with each batch before the
+    Your subclass may override any method. The Trainer calls its :meth:`convert_input` with each batch before the
     batch is moved, runs each step in its :meth:`train_step_context`, :meth:`val_step_context` and so on, which are its
     :meth:`forward_context` by default, and clips through its :meth:`clip_gradients`. Its backward passes run through
     :meth:`pre_backward`, :meth:`backward` and :meth:`post_backward`. These methods, :meth:`connect` and
     :meth:`optimizer_step` may have the arguments that they have in Lightning.
     """
 
-    #: The methods that your subclass overrides, of those that are otherwise not called.
+    #: The methods that this subclass overrides and that are called only if overridden.
     overrides: ClassVar[frozenset[str]] = frozenset()
 
     #: Whether ``optimizer_step`` is a subclass's with Lightning's arguments, whose closure runs the whole step.
@@ -207,7 +207,7 @@ class Precision:
         return module
 
     def move_module(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Move a converted module, whose weights all have memory, to the device that computes."""
+        """Move a converted module to the compute device; all of its weights must have memory."""
         return module.to(device)
 
     def convert_input(self, data: Any) -> Any:
@@ -310,7 +310,7 @@ class Precision:
         if self.scaler is not None and unscales_in_its_step(optimizer):
             raise RuntimeError(
                 f"precision={self.name!r} cannot clip gradients with {type(optimizer).__name__}(fused=True), which "
-                "unscales the gradients only inside its step(). Leave out fused, or use 'bf16-mixed'."
+                "unscales the gradients only inside its step(). Leave fused out, or use 'bf16-mixed'."
             )
         by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
         (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)

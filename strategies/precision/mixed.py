@@ -36,8 +36,8 @@ class MixedPrecision(Precision):
             strategy's device if None.
         scaler: your own ``GradScaler``, for fp16 only.
         autocast: if False, the forward pass computes in the dtype of the weights and inputs.
-        cache: whether a weight is converted once per forward pass instead of at each use. If None, torch's default, but
-            False with a strategy that shards the weights: the cache would hold those of the whole model.
+        cache: whether a weight is converted once per forward pass instead of at each use. None means torch's default,
+            or False if the strategy shards the weights, because the cache would hold the whole model's weights.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MixedPrecision(Precision):
             return self.autocast_context_manager()
         kind, cache = self.device or "cpu", self.cache
         if cache is None and self.shards:
-            cache = False  # it would hold the whole model in 16 bits
+            cache = False  # the cache would hold the whole model in 16 bits
         return torch.autocast(kind, dtype=self.dtype, enabled=self.autocast, cache_enabled=cache)
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:

@@ -997,7 +997,7 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
     ("arguments", "error", "message"),
     [
         ({"mode": "mn"}, ValueError, r"mode of ModelCheckpoint 'mn'\. Did you mean 'min'\?.*'min' or 'max'"),
-        ({"save_top_k": -2}, ValueError, r"save_top_k=-2.*is the number of files.*a non-negative integer"),
+        ({"save_top_k": -2}, ValueError, r"save_top_k=-2.*must be a non-negative integer .the number of files to keep"),
         ({"save_top_k": 1.5}, ValueError, r"save_top_k=1\.5.*a non-negative integer"),
         ({"save_top_k": 3}, ValueError, r"save_top_k=3, monitor=None.*no metric.*Pass monitor"),
         ({"monitor": 3}, TypeError, r"monitor=3.*is not the name of a metric.*self\.log"),
@@ -1013,7 +1013,7 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
         ({"train_time_interval": 30}, TypeError, r"train_time_interval=.*30 of type int.*timedelta"),
         ({"filename": "{epoch"}, ValueError, r"filename=.*'\{epoch', which is not a valid template.*'\{epoch:02d\}'"),
         ({"filename": "{}"}, ValueError, r"without a metric name"),
-        ({"filename": "{loss:.2q}"}, ValueError, r"the format '\.2q' of 'loss' does not fit a number"),
+        ({"filename": "{loss:.2q}"}, ValueError, r"the format '\.2q' of 'loss' is not a number format"),
         ({"filename": "{loss!r}"}, ValueError, r"a conversion, '!r'"),
         ({"dirpath": "s4://bucket/x"}, ValueError, r"'s4://bucket/x': Unknown protocol 's4'.*Choose 's3'"),
     ],

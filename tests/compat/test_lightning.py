@@ -172,7 +172,7 @@ with mock.patch("paceline.compat.lightning.texts.suggested_max_num_workers", ret
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             trainer.test(Net(), DataLoader(torch.ones(4, 4)), verbose=False)
-        assert any("test_dataloader has 0 workers" in str(one.message) for one in told), told
+        assert any("test_dataloader has num_workers=0" in str(one.message) for one in told), told
 
 class Nan(Net):
     def training_step(self, batch, batch_idx):

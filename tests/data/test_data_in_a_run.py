@@ -571,7 +571,7 @@ def test_more_batches_than_the_length_are_an_error_where_the_end_can_be_seen(nam
         "stream": lambda: DataLoader(ListedStream(4, [*range(8)]), batch_size=2),  # type: ignore[arg-type]
         "own": lambda: Listed(2, [torch.tensor([i]) for i in range(3)]),
     }
-    with pytest.raises(RuntimeError, match="has a length of 2 batches, but yielded at least 3"):
+    with pytest.raises(RuntimeError, match="has length 2, but yielded at least 3"):
         trained(loaders[name]())
 
 
