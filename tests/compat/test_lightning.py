@@ -578,7 +578,7 @@ assert strategy.lightning_module is net and strategy.optimizers is trainer.optim
 assert strategy.lightning_module_state_dict().keys() == net.state_dict().keys()
 says(lambda: trainer.fit_loop.epoch_loop.val_loop._run, AttributeError, "private to Lightning", "callback_metrics")
 says(lambda: trainer._callback_connector._attach(), AttributeError, "trainer.callbacks")
-says(lambda: setattr(trainer.fit_loop, "epoch_progress", 1), AttributeError, "only shows")
+says(lambda: setattr(trainer.fit_loop, "epoch_progress", 1), AttributeError, "only reflects")
 progress = trainer.fit_loop.epoch_progress.current
 says(lambda: setattr(progress, "completed", 3), AttributeError, "completed = 3", "Pass ckpt_path to fit")
 assert sum("epoch_loop.batch_idx" in r.getMessage() for r in told) == 1
