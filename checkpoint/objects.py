@@ -56,12 +56,33 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
         plain(value, "checkpoint" + "".join(f"[{key!r}]" for key in place.split("/", 1)))
     except TypeError as problem:
         try:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            found[place] = {"type": kind, "pickled": pickle.dumps(value)}
+            found[place] = {"type": _type_of(value), "pickled": pickle.dumps(value)}
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"{problem} It cannot be pickled either: {error}.") from error
         return True
     return False
+
+
+def _type_of(value: Any) -> str:
+    """Return the name of a value's class; for a dict, list or tuple, those of the first five objects in it."""
+    inside: dict[str, None] = {}
+    waiting, seen = [value], set[int]()
+    while waiting and len(inside) < 5:
+        one = waiting.pop(0)
+        if type(one) not in (dict, list, tuple):
+            inside[f"{type(one).__module__}.{type(one).__qualname__}"] = None
+        elif id(one) not in seen:
+            seen.add(id(one))
+            waiting += [entry for entry in (one.values() if isinstance(one, dict) else one) if not _is_plain(entry)]
+    return ", ".join(inside) or f"builtins.{type(value).__qualname__}"
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        plain(value, "")
+    except TypeError:
+        return False
+    return True
 
 
 def types(checkpoint: Mapping[str, Any]) -> dict[str, str]:

@@ -319,7 +319,8 @@ def _entries(value: Any) -> Iterable[Any]:
 def _compile(value: Any, leaves: list[Any], path: str, outermost: bool = False) -> Build:
     """Collect a structure's loaders in ``leaves``; return a function that rebuilds it with one value per loader."""
     is_container = isinstance(value, (list, tuple, Mapping)) or bool(_entries(value))
-    if not is_container or not (outermost or holds_loaders(value)):
+    ranges = any(type(entry) is range for entry in _entries(value))  # a range is a loader, and never a batch
+    if not is_container or not (outermost or ranges or holds_loaders(value)):
         return _compile_leaf(value, leaves, path)
     if isinstance(value, Mapping):
         builds = {key: _compile(entry, leaves, f"{path}[{key!r}]") for key, entry in value.items()}

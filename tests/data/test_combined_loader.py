@@ -120,6 +120,8 @@ def test_lists_without_loaders_are_loaders_themselves():
     assert list(combined.batches()) == [[1, 0], [2, 1]]
     nested = CombinedLoader([[Unsized([1]), Unsized([2])], [5, 6]])
     assert list(nested.batches()) == [[[1, 2], 5]]
+    ranges = CombinedLoader([[range(2), range(3)], range(4)])
+    assert ranges.flattened == [range(2), range(3), range(4)]
 
 
 def test_one_loader_alone_gives_its_own_batches():

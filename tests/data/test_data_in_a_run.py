@@ -438,7 +438,7 @@ def test_batch_hooks_of_a_step_that_fetches_get_the_batch_that_was_fetched_last(
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             told.append(("end", batch.item(), batch_idx))
 
-    trainer(max_epochs=1).fit(OfIterator(), DataLoader(range(2)))
+    trainer(max_epochs=1).fit(OfIterator(), DataLoader(range(2)))  # type: ignore[arg-type]
     first = [("start", None, 0), ("step", 0, 0), ("end", 0, 0)]
     assert told == [*first, ("start", 0, 0), ("step", 1, 1), ("end", 1, 1)]
 

@@ -482,3 +482,27 @@ def test_each_entry_point_opens_objects_only_where_it_is_told_to(tmp_path: Path,
             assert module.found is None, name
         run(module, tiny_loader(1), ckpt_path=path, weights_only=False)
         assert module.found == Namespace(width=4), name
+
+
+class KeepsObject(Callback):
+    """Has an object of a class in its state."""
+
+    found: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 3, "kept": [Namespace(width=4)]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.found = state_dict
+
+
+def test_an_object_in_a_callbacks_state_is_named_by_its_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.ckpt"
+    fit(path=path, callbacks=[KeepsObject()])
+    for trusted in (None, False):
+        callback = KeepsObject()
+        with caplog.at_level("INFO", "paceline"):
+            trainer = Trainer(**QUIET, max_epochs=3, callbacks=[callback])
+            trainer.fit(TinyModule(), tiny_loader(1), ckpt_path=path, weights_only=trusted)
+        assert callback.found == (None if trusted is None else KeepsObject().state_dict())
+    assert any("also contains 'callbacks/KeepsObject (argparse.Namespace)'" in said for said in caplog.messages)
