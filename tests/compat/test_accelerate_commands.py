@@ -205,7 +205,7 @@ def test_the_values_of_a_deepspeed_configuration_can_be_checked_at_once() -> Non
     plugin.deepspeed_config_process(train_batch_size=8)
     assert plugin.get_value("train_batch_size") == 8
     with pytest.raises(
-        ValueError, match=r"zero_optimization.stage is 2 in the DeepSpeed configuration, but 3 is asked"
+        ValueError, match=r"zero_optimization.stage is 2 in the DeepSpeed configuration, but 3 is requested"
     ):
         plugin.deepspeed_config_process(**{"zero_optimization.stage": 3})
     plugin.deepspeed_config_process(must_match=False, **{"zero_optimization.stage": 3})
