@@ -295,6 +295,8 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
 
     def decided(self, name: str) -> Any:
         """Return a value as Paceline's plugin does, but 1.0 for ``gradient_clipping`` if it is ``"auto"``."""
+        if name == "gradient_accumulation_steps" and type(self.hf_ds_config) is not HfDeepSpeedConfig:
+            return None  # transformers.Trainer, which has a class of its own, counts micro-batches itself
         found = self._asked().decided(name)
         if found is None and name == "gradient_clipping":
             found = 1.0 if self.is_auto(name) else self.get_value(name)
