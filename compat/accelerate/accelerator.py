@@ -134,7 +134,7 @@ class Accelerator(accelerator.Accelerator):
         raise NotImplementedError(
             f"transformers.Trainer does not work with ParallelismConfig(sp_size={self.parallelism_config.sp_size}), "
             "because it would split sequences a second time (accelerator.deepspeed_ulysses_dl_adapter). In the "
-            f"Trainer, use cp_size={self.parallelism_config.sp_size} instead. In a custom loop, remove the call of "
+            f"Trainer, use cp_size={self.parallelism_config.sp_size} instead. In a custom loop, remove the call to "
             "that method, because accelerator.prepare(model, optimizer, loader) already splits sequences."
         )
 

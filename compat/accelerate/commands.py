@@ -144,7 +144,7 @@ class BaseConfig:
     debug: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that are not None or empty."""
+        """Return the settings that are neither None nor empty."""
         return {name: value for name, value in asdict(self).items() if value not in (None, {})}
 
     @classmethod

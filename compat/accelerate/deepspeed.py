@@ -431,7 +431,7 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Return True if the value is set and false."""
+        """Return True if the value is set but false."""
         found = self.get_value(ds_key_long)
         return found is not None and not found
 

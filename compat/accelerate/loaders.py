@@ -181,9 +181,9 @@ class DataLoaderShard(PreparedLoader):
         if world > 1 and self.remainder > 0:
             theirs = "repeats other samples" if self._even else "fills the batches of the first processes"
             _tell(
-                f"The last {self.remainder} of {self.total_dataset_length} samples do not fill a batch on each of "
-                f"{world} processes. The processes share them, so that each sample counts once, whereas Accelerate "
-                f"{theirs}.",
+                f"The dataset's last samples ({self.remainder} of {self.total_dataset_length}) do not fill a batch on "
+                f"each of {world} processes. The processes share them, so that each sample counts once, whereas "
+                f"Accelerate {theirs}.",
                 key="the last batches are not full",
             )
         if self._skip and self.seed is not None:
