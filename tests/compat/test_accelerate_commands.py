@@ -225,12 +225,18 @@ class OfATrainer(deepspeed.HfDeepSpeedConfig):
         self.config.update(filled)
 
 
-def test_a_trainer_that_fills_in_a_deepspeed_configuration_counts_micro_batches_itself() -> None:
+def test_a_trainer_that_fills_in_a_deepspeed_configuration_decides_on_clipping() -> None:
     names = ("gradient_accumulation_steps", "gradient_clipping")
-    config = OfATrainer(dict.fromkeys(names, "auto"), gradient_accumulation_steps=4, gradient_clipping=0.25)
+    config = OfATrainer(dict.fromkeys(names, "auto"), gradient_accumulation_steps=1, gradient_clipping=0.25)
     plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=config)
-    assert [plugin.decided(name) for name in names] == [None, 0.25]
-    assert [getattr(plugin, name) for name in names] == [4, 0.25]
+    assert [plugin.decided(name) for name in names] == [getattr(plugin, name) for name in names] == [1, 0.25]
+
+
+def test_an_accumulation_of_a_trainer_under_deepspeed_is_an_error() -> None:
+    plugin = deepspeed.DeepSpeedPlugin(zero_stage=2)
+    plugin.deepspeed_config["gradient_accumulation_steps"] = 2
+    with pytest.raises(ValueError, match="has gradient_accumulation_steps=2, but the Accelerator has 1"):
+        plugin.fill([], 1, 1, False)
 
 
 @pytest.mark.parametrize(("steps", "gradient"), [(1, 3.0), (2, 3.0)])
