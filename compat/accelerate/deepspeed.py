@@ -323,8 +323,8 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         found = self.get_value("gradient_accumulation_steps", steps)
         if found != steps:
             raise ValueError(
-                f"The DeepSpeed configuration has gradient_accumulation_steps={found!r}, but the Accelerator has {steps}, as "
-                "if the program counted micro-batches itself (transformers.Trainer does). DeepSpeed would lose all "
+                f"The DeepSpeed configuration has gradient_accumulation_steps={found!r}, but the Accelerator has "
+                f"{steps}, as if the program counted micro-batches itself (transformers.Trainer does). DeepSpeed would lose all "
                 "but the last one's gradients. Use gradient_accumulation_steps=1 with larger batches, or FSDP."
             )
         self._replace({_SHOWN["zero3_save_16bit_model"]: False})
