@@ -324,8 +324,8 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         if found != steps:
             raise ValueError(
                 f"The DeepSpeed configuration has gradient_accumulation_steps={found!r}, but the Accelerator has "
-                f"{steps}, as if the program counted micro-batches itself (transformers.Trainer does). DeepSpeed would lose all "
-                "but the last one's gradients. Use gradient_accumulation_steps=1 with larger batches, or FSDP."
+                f"{steps}, as if the program counted micro-batches itself (transformers.Trainer does). DeepSpeed would "
+                "lose all but the last one's gradients. Use gradient_accumulation_steps=1 with larger batches, or FSDP."
             )
         self._replace({_SHOWN["zero3_save_16bit_model"]: False})
         if sizes:
