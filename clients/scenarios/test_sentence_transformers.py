@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from sentence_transformers.sentence_transformer import losses
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"max_steps": 50},
     "61 samples": {"samples": 61, "max_steps": -1, "num_train_epochs": 2},
     "accumulation": {"gradient_accumulation_steps": 2},
     "no duplicates": {"batch_sampler": "no_duplicates"},

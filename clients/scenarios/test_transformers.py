@@ -13,7 +13,7 @@ import transformers
 
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 5}
 CASES: dict[str, dict[str, Any]] = {
-    "adamw": {},
+    "adamw": {"max_steps": 50},
     "adafactor": {"optim": "adafactor"},
     "sgd": {"optim": "sgd", "learning_rate": 0.1},
     "weight decay": {"weight_decay": 0.1, "max_grad_norm": 0.1},

@@ -13,7 +13,7 @@ import trl
 
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 5}
 FINE_TUNING: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"max_steps": 50},
     "accumulation": {"gradient_accumulation_steps": 2},
     "packing": {"packing": True, **EVALUATION},
     "evaluation": EVALUATION,

@@ -143,6 +143,12 @@ class Accelerator(accelerator.Accelerator):
         tell_scale("accelerator.reduce", scale)
         return super().reduce(tensor, reduction)
 
+    def backward(self, loss: Tensor, num_items: Any = None, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
+        """Like ``paceline.Accelerator.backward``; ``scale_wrt_gas=False`` adds up the losses of a window."""
+        if not scale_wrt_gas:
+            loss = loss * self.gradient_accumulation_steps
+        super().backward(loss, num_items, **kwargs)
+
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Like ``paceline.Accelerator.clip_grad_norm_``; within a window, it has no effect and reports so once."""
         self._tell_clipping()

@@ -313,10 +313,20 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             steps: number of micro-batches in a window.
             world: number of processes.
             split: whether processes share batches.
+
+        Raises:
+            ValueError: the configuration has another number of micro-batches.
         """
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size]
         sizes = [int(one.batch_size or 0) // (world if split else 1) for one in loaders]
         self._replace({"gradient_accumulation_steps": steps, "gradient_clipping": 1.0})
+        found = self.get_value("gradient_accumulation_steps", steps)
+        if found != steps:
+            raise ValueError(
+                f"The DeepSpeed configuration has gradient_accumulation_steps={found!r}, but the Accelerator has "
+                f"{steps}, as if the program counted micro-batches itself (transformers.Trainer does). DeepSpeed would "
+                "lose all but the last one's gradients. Use gradient_accumulation_steps=1 with larger batches, or FSDP."
+            )
         self._replace({_SHOWN["zero3_save_16bit_model"]: False})
         if sizes:
             self._replace({"train_micro_batch_size_per_gpu": (min if self.is_train_batch_min else max)(sizes)})

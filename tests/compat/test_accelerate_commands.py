@@ -217,6 +217,37 @@ def test_the_values_of_a_deepspeed_configuration_can_be_checked_at_once() -> Non
     plugin.set_deepspeed_weakref()
 
 
+class OfATrainer(deepspeed.HfDeepSpeedConfig):
+    """A configuration whose "auto" values a Trainer has filled in, as in transformers."""
+
+    def __init__(self, config: dict[str, Any], **filled: Any) -> None:
+        super().__init__(config)
+        self.config.update(filled)
+
+
+def test_a_trainer_that_fills_in_a_deepspeed_configuration_decides_on_clipping() -> None:
+    names = ("gradient_accumulation_steps", "gradient_clipping")
+    config = OfATrainer(dict.fromkeys(names, "auto"), gradient_accumulation_steps=1, gradient_clipping=0.25)
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=config)
+    assert [plugin.decided(name) for name in names] == [getattr(plugin, name) for name in names] == [1, 0.25]
+
+
+def test_an_accumulation_of_a_trainer_under_deepspeed_is_an_error() -> None:
+    plugin = deepspeed.DeepSpeedPlugin(zero_stage=2)
+    plugin.deepspeed_config["gradient_accumulation_steps"] = 2
+    with pytest.raises(ValueError, match="has gradient_accumulation_steps=2, but the Accelerator has 1"):
+        plugin.fill([], 1, 1, False)
+
+
+@pytest.mark.parametrize(("steps", "gradient"), [(1, 3.0), (2, 3.0)])
+def test_losses_that_are_divided_already_are_added_up(steps: int, gradient: float) -> None:
+    accelerator, weight = Accelerator(cpu=True, gradient_accumulation_steps=steps), torch.ones(1, requires_grad=True)
+    with accelerator.accumulate():
+        accelerator.backward((3 * weight).sum(), scale_wrt_gas=False)
+    assert weight.grad is not None
+    assert weight.grad.item() == gradient
+
+
 def test_a_deepspeed_configuration_may_be_json_text() -> None:
     text = json.dumps({"zero_optimization": {"stage": 3}})
     for given in (text, base64.urlsafe_b64encode(text.encode()).decode()):
