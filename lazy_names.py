@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(namespace: dict[str, Any], files: Mapping[str, str], own: str = "", modules: str = "") -> None:
     """Define a package's ``__getattr__``, ``__dir__`` and ``__all__``.
 
-    For type checkers, the package should also import each name, as itself, under ``TYPE_CHECKING``.
+    For type checkers, the package should also import each name as itself under ``TYPE_CHECKING``.
 
     Args:
         namespace: the package's ``globals()``.

@@ -1,4 +1,4 @@
-"""Everything that Paceline tells the user: notes and warnings, plus text helpers that error messages share.
+"""Notes and warnings that Paceline prints for the user, and text helpers that error messages share.
 
 This file imports only the standard library, so importing it is fast. With several processes, only rank 0 prints,
 unless a message is about a particular rank.
@@ -162,7 +162,7 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def ignored(where: str, why: str, unless: Any = None, **given: Any) -> None:
-    """Say once that arguments have no effect. Where ignoring an argument would change numbers, raise an error instead.
+    """Report once that arguments have no effect. If ignoring one would change results, raise an error instead.
 
     Args:
         where: what the arguments were passed to, such as ``"Accelerator"``.

@@ -1,7 +1,7 @@
 """All of torch's private names that Paceline uses. No other file uses private names of torch.
 
 All of these names exist in torch 2.11 to 2.15. A later version may remove any of them. :mod:`.torch_versions` lists
-them, so that those that are missing can be named. If a name is missing, code that uses it raises AttributeError or
+them, so that a message can name missing ones. If a name is missing, code that uses it raises AttributeError or
 ImportError, unless the entry says otherwise. ``tests/test_torch_private.py`` uses every entry, so it is the first test
 to fail after a torch upgrade.
 
@@ -340,7 +340,10 @@ fsdp_state: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 
 
 def finish_backward(state: Any) -> None:
-    """Finish a backward pass by reducing the gradients that are still waiting. Takes the root's :func:`fsdp_state`."""
+    """Finish a backward pass by reducing the gradients that are still waiting.
+
+    ``state``: the root's :func:`fsdp_state`.
+    """
     context = state._state_ctx
     if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 and newer
         context.manual_backward_finalization_active = False
@@ -386,7 +389,8 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
 def waiting_gradient(one: Any) -> Tensor | None:
     """Return the unsharded gradient that waits to be reduced, for an entry of :func:`fsdp_parameters`.
 
-    If torch removes these attributes, returns None, and gradients that are still waiting to be reduced are not saved.
+    If torch removes these attributes, this returns None, and gradients that are still waiting to be reduced are not
+    saved.
     """
     accumulated = getattr(one, "unsharded_accumulated_grad", None)
     if accumulated is not None:
@@ -580,7 +584,7 @@ NAMES_IN_INDEX = {
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
 }
 
-#: How the full names begin of the functions and classes that rebuild tensors from a pickled file. If torch moves them,
+#: Prefixes of the full names of functions and classes that rebuild tensors from a pickled file. If torch moves them,
 #: ``paceline checkpoint convert`` and the error about a file with objects list them among the file's code.
 REBUILD_TENSORS = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout")
 

@@ -75,7 +75,7 @@ def missing_names() -> list[str]:
 
 
 def lacks(owner: str, name: str) -> bool:
-    """Return True if a module's file does not mention a name, or an object does not have it, as in :data:`USED`."""
+    """Return True if a module's file does not mention a name, or an object does not have it; see :data:`USED`."""
     file = Path(torch.__path__[0], *owner.split(".")).with_suffix(".py")
     if file.is_file():
         return re.search(rf"\b({name})\b", file.read_text(encoding="utf-8")) is None
@@ -93,9 +93,12 @@ def untried() -> str | None:
     newest, missing = ".".join(map(str, NEWEST_TRIED)), missing_names()
     if missing:
         found = (
-            f"It does not have these private names, which Paceline uses: {', '.join(missing)}. Whatever needs them may "
-            f"fail or do less. Install torch {newest}, or a newer Paceline."
+            f"This version does not have these private names, which Paceline uses: {', '.join(missing)}. Features that "
+            f"need them may fail or do less. Install torch {newest}, or a newer Paceline."
         )
     else:
-        found = f"It has every private name that Paceline uses. If a run fails inside of torch, install torch {newest}."
-    return f"Paceline was tested up to torch {newest}, and this is torch {torch.__version__}. {found}"
+        found = (
+            "This version has every private name that Paceline uses. If a run fails inside torch, install torch "
+            f"{newest}."
+        )
+    return f"Paceline was tested up to torch {newest}, but torch {torch.__version__} is installed. {found}"

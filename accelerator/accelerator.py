@@ -1,4 +1,4 @@
-"""``Accelerator``, which runs a plain PyTorch loop on one or many devices, with three changed lines."""
+"""``Accelerator``, which runs a plain PyTorch training loop on any number of devices with three lines changed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _TIMED = {
 
 
 class Accelerator(AcceleratorProperties):
-    """Lets your own training loop run on one or many devices: create it, then call ``prepare`` and ``backward``.
+    """Runs your own training loop on any number of devices; call ``prepare`` once and ``backward`` in each step.
 
     Example::
 
@@ -104,15 +104,16 @@ class Accelerator(AcceleratorProperties):
         device_placement: whether ``prepare`` moves models, and loaders move batches, to the device.
         split_batches: whether to split each batch across processes; see ``DataLoaderConfiguration``.
         mixed_precision: ``"no"`` (float32 throughout), ``"fp16"`` or ``"bf16"`` (weights stay float32), or a Precision.
-        gradient_accumulation_steps: number of micro-batches in a window, for ``accumulate``.
+        gradient_accumulation_steps: number of micro-batches per accumulation window; see ``accumulate``.
         cpu: whether to use the CPU even if there are GPUs.
         dataloader_config: settings for preparing loaders.
         deepspeed_plugin: enables DeepSpeed and configures it.
         deepspeed_plugins: a dict with one DeepSpeed plugin; an alternative to ``deepspeed_plugin``.
         megatron_lm_plugin: not supported.
         fsdp_plugin: enables FSDP2 and configures it.
-        rng_types: random states (``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``) that all processes take
-            from process 0 when a pass over a loader begins. They always agree on the sample order (``"generator"``).
+        rng_types: RNG states (``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``) that process 0 broadcasts
+            to all processes when a pass over a loader begins. The sample order (``"generator"``) is always the same on
+            all processes.
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
@@ -127,9 +128,9 @@ class Accelerator(AcceleratorProperties):
             sharded and replicated.
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
-            ``"per_sample"``: as many steps as there are data-parallel processes, for a schedule whose length was
-            computed for a single process. With ``split_batches=True``, where an epoch has as many batches as on a
-            single process, and with ``step_scheduler_with_optimizer=False``, it is one step too.
+            ``"per_sample"``: one step per data-parallel process, for a schedule whose length was computed for a single
+            process. ``"per_sample"`` also means one step with ``split_batches=True``, where an epoch has the same
+            number of batches as on a single process, and with ``step_scheduler_with_optimizer=False``.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
             keeps its accuracy; ``"keep"`` leaves them unchanged.
     """
@@ -222,7 +223,7 @@ class Accelerator(AcceleratorProperties):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of this object; the copy continues from there.
+        """Return the state for a copy of this object, which continues from the same point.
 
         Raises:
             TypeError: the run has several processes, or shards its models.
@@ -265,20 +266,22 @@ class Accelerator(AcceleratorProperties):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order; anything else is returned unchanged.
 
-        A model is returned as the same object, ready to train on this run's devices. Several calls do the same as one.
-        Under FSDP and DeepSpeed, prepare a model before its optimizer, or both in the same call.
+        A model is returned as the same object, ready to train on this run's devices. Several calls have the same effect
+        as a single one. Under FSDP and DeepSpeed, prepare a model before its optimizer, or both in the same call.
 
         Args:
-            *objects: the objects.
+            *objects: the objects to prepare.
             device_placement: for each object, whether to move it to the device.
 
         Returns:
-            A tuple of the prepared objects in the order given, or the object itself if there is only one.
+            A tuple of the prepared objects, in the order in which they were passed; a single object is returned by
+            itself.
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(
-                f"accelerator.prepare got {len(objects)} objects, but device_placement has {len(device_placement)} "
-                "values. Pass one bool per object, or leave out device_placement."
+                "accelerator.prepare got different numbers of objects and device_placement values "
+                f"({len(objects)} and {len(device_placement)}). Pass one bool per object, or leave out "
+                "device_placement."
             )
         found = self.prepared.prepare(objects, device_placement or [None] * len(objects))
         return found[0] if len(found) == 1 else tuple(found)
@@ -298,24 +301,24 @@ class Accelerator(AcceleratorProperties):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Prepare one model.
+        """Prepare one model, as :meth:`prepare` does.
 
         Args:
             model: the model.
             device_placement: whether to move the model to the device; None uses the Accelerator's setting.
-            evaluation_mode: whether the model is only evaluated, so that nothing is kept for gradients.
+            evaluation_mode: whether the model is used only for evaluation, so that nothing is kept for gradients.
         """
         return self.prepared.model(model, device_placement, evaluation_mode)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare one loader.
+        """Prepare one loader, as :meth:`prepare` does.
 
         Args:
             data_loader: the loader.
             device_placement: whether to move batches to the device; None uses the Accelerator's setting.
-            slice_fn_for_dispatch: not supported for a loader that only process 0 reads; no effect on any other.
+            slice_fn_for_dispatch: not supported for a loader that only process 0 reads; has no effect on other loaders.
         """
         found = self.prepared.loader(data_loader, device_placement)
         refuse_slice_fn("accelerator.prepare_data_loader", found, slice_fn_for_dispatch=slice_fn_for_dispatch)
@@ -332,7 +335,7 @@ class Accelerator(AcceleratorProperties):
         return self.prepared.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare one scheduler."""
+        """Prepare one scheduler, as :meth:`prepare` does."""
         return self.prepared.scheduler(scheduler)
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -429,13 +432,13 @@ class Accelerator(AcceleratorProperties):
         return operations.gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather a batch's results from all processes, so that the result contains each sample once.
+        """Gather a batch's results from all processes, without the results of repeated samples.
 
         Rows that repeat samples of other processes are removed from tensors that have one row per sample. Tensors of
         shape () are left out if they come from a process that has only repeated samples, as in the last round of a pass
         with fewer samples than processes. All other values are gathered in full. If ``maybe_context_parallel`` has
-        split the batch, each process has the results of one part of each sequence; the parts' results then follow each
-        other along the first dimension.
+        split the batch, each process has the results of one part of each sequence, and the results of all parts are
+        concatenated along the first dimension.
 
         Args:
             input_data: tensors, possibly in nested lists, tuples and dicts, or any objects.
@@ -461,9 +464,9 @@ class Accelerator(AcceleratorProperties):
         return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Drop all prepared objects and free memory. Assign the result (None for each object) to your variables.
+        """Drop all prepared objects and free memory. Assign the result, one None per object, to your variables.
 
-        Models prepared with ``evaluation_mode=True`` that the program still uses compute as before.
+        Models that were prepared with ``evaluation_mode=True`` can still be used.
         """
         self.prepared.clear()
         self.windows.clear()
@@ -480,15 +483,15 @@ class Accelerator(AcceleratorProperties):
     ) -> AbstractContextManager[Any]:
         """Context manager that splits sequences with ``ParallelismConfig(cp_size=...)``; has no effect without it.
 
-        Inside it, each process has its part of each sequence: process r of n has the r-th of n successive parts.
-        Attention (``scaled_dot_product_attention``) covers all parts. Run the forward pass, the loss and
-        ``accelerator.backward`` inside it. Labels must already be shifted. If the parts differ in the number of tokens
-        that the loss counts, pass it to ``backward(num_items=...)``, else each part has the same weight.
+        Inside it, process r of n holds the r-th of n consecutive parts of each sequence. Attention
+        (``scaled_dot_product_attention``) covers all parts. Run the forward pass, the loss and ``accelerator.backward``
+        inside it. Labels must already be shifted. If the parts differ in the number of tokens that the loss counts,
+        pass that number to ``backward(num_items=...)``; otherwise, all parts have the same weight.
 
         Args:
             buffers: the tensors that contain sequences: tokens, positions and labels. They change in place.
             buffer_seq_dims: the sequence dimension of each buffer.
-            no_restore_buffers: those of the buffers that may keep their part afterwards.
+            no_restore_buffers: buffers that need not be restored to full sequences afterward.
         """
         tensors, dims, unrestored = list(buffers or ()), list(buffer_seq_dims or ()), no_restore_buffers or ()
         check_buffers(tensors, dims, unrestored)
@@ -496,7 +499,7 @@ class Accelerator(AcceleratorProperties):
         return self.strategy.split_sequences(tensors, dims, unrestored)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Not supported: LOMO updates weights in backward, so windows, clipping and loss scaling would not work."""
+        """Raise an error: LOMO updates weights in backward, where windows, clipping and loss scaling cannot work."""
         raise NotImplementedError(
             "accelerator.lomo_backward is not supported, because Paceline has no LOMO optimizers. Use "
             "accelerator.backward(loss) with any optimizer from torch.optim."
@@ -590,7 +593,7 @@ class Accelerator(AcceleratorProperties):
         return OwnLoop(self, Doctor(dirpath, write=write)).examined()
 
     def observe(self, *observers: OwnLoop) -> None:
-        """Time this Accelerator's methods and everything that it prepares, for these observers only."""
+        """Set the observers that time this Accelerator's methods and everything that it prepares."""
         time_methods(self, _TIMED, observers)
         self.prepared.observe(observers)
 

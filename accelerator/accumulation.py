@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ReadLoader(Protocol):
-    """The attributes of the current :class:`.loaders.PreparedLoader` that windows, gathering and errors read."""
+    """Attributes of the current :class:`.loaders.PreparedLoader` that windows, gathering and error messages read."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -54,17 +54,17 @@ class GradientState:
         window: the innermost open ``accumulate`` window or, if none is open, the most recent one.
         speaker: the window that last turned gradient synchronization on or off; None if something else did.
         on_pass: function to call with a loader when a pass over it begins.
-        explain: function that returns an error saying what to do about a given error, or None.
+        explain: function that takes an error and returns an error that says what to do, or None.
         depth: number of open ``accumulate`` blocks.
         by_hand: whether the loop itself decides after which micro-batches to step.
-        counted: the loader for whose last batch the loop has gathered a number of items, and that number, which is None
-            once it was used.
+        counted: the loader for whose last batch the loop has gathered the number of items, and that number, which
+            becomes None once it has been used.
         dataloader_references: loaders that are being read, innermost last.
         trains: whether an optimizer has been prepared.
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
-        runs_own_backward: whether the script was warned that it does not call ``accelerator.backward``.
+        runs_own_backward: whether a warning has been issued that the script does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
         observers: doctors that time the loop.
         split_batch: the last ``batch`` whose sequences ``maybe_context_parallel`` split; None if there is none.
@@ -129,7 +129,7 @@ class GradientState:
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The current batch: the ID of its loader and its number there; zeros if no loader is being read."""
+        """The current batch, as its loader's ID and its number in the pass; zeros if no loader is being read."""
         loader = self.active_dataloader
         return (0, 0) if loader is None else (id(loader), loader.batches_done)
 
@@ -163,14 +163,14 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.
 
-        When such a loop has fetched a loader's last batch, it is the micro-batch that completes the window. Its loss is
-        weighted, unless the loop itself does so because it has gathered the number of items.
+        Once such a loop has fetched a loader's last batch, that batch completes the window. Its loss is weighted here,
+        unless the loop has gathered the number of items and weights the loss itself.
         """
         self.sync_gradients, self.by_hand = sync_gradients, True
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the current micro-batch is not the last one fetched, or the loop has gathered its number of items."""
+        """Whether the loop itself weights the loss: it has gathered the number of items, or fetched more batches."""
         return self.by_hand and (self.counted is not None or not self.sync_gradients)
 
     @property
@@ -390,9 +390,9 @@ class Window:
         strategy.finish_gradients(inner, factor)
 
     def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
-        """Detect gradients from a script that calls ``loss.backward()`` itself.
+        """Check whether the gradients come from a script that calls ``loss.backward()`` itself.
 
-        Waits for the device if there are any gradients.
+        This waits for the device if there are any gradients.
 
         Raises:
             RuntimeError: the script does this inside ``accumulate``, where the optimizer would never step.
@@ -409,10 +409,10 @@ class Window:
         if counts:
             raise RuntimeError(
                 f"{name} was called inside `with accelerator.accumulate(...):`, but the gradients did not come from "
-                "accelerator.backward. Only calls to accelerator.backward count as micro-batches, so a window of "
-                f"{state.num_steps} would never complete. Call accelerator.backward(loss) instead of loss.backward(); "
-                f"it also divides the loss by gradient_accumulation_steps={state.num_steps}, so do not divide it "
-                "yourself."
+                "accelerator.backward. Only calls to accelerator.backward count as micro-batches, so the window of "
+                f"{state.num_steps} micro-batches would never be complete. Call accelerator.backward(loss) instead "
+                "of loss.backward(); it also divides the loss by gradient_accumulation_steps="
+                f"{state.num_steps}, so do not divide it yourself."
             )
         state.runs_own_backward = True
         messages.warn(

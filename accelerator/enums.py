@@ -44,7 +44,7 @@ TrackerName = Literal[
 
 
 class EnumWithContains(EnumMeta):
-    """Metaclass of enumerations that know their values with ``in``."""
+    """Metaclass that makes ``value in SomeEnum`` work with plain values."""
 
     def __contains__(cls, item: object) -> bool:
         try:

@@ -43,7 +43,8 @@ class GeneralTracker:
     """Base class for your own tracker. Pass the class or an instance as ``log_with``.
 
     A class is called with the project's name, the logging directory if it ``requires_logging_directory``, and its
-    ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined yet.
+    ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined the process
+    group yet.
 
     Attributes:
         name: the tracker's name in ``get_tracker``, ``init_kwargs`` and ``log_kwargs``.
@@ -66,7 +67,7 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Open files and connections. ``init_trackers`` calls this once the processes have joined."""
+        """Open files and connections. ``init_trackers`` calls this once the processes have joined their group."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the run's settings by name."""
@@ -88,7 +89,7 @@ class GeneralTracker:
         self._has_no("log_images")
 
     def log_table(self, table_name: str, *args: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Record a table, given as columns and rows or as a data frame."""
+        """Record a table, passed as columns and rows or as a data frame."""
         self._has_no("log_table")
 
     def log_figure(self, name: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:

@@ -69,7 +69,7 @@ class Gradients:
 
     @contextmanager
     def no_sync(self, model: Any = None) -> Iterator[None]:
-        """See :meth:`.accelerator.Accelerator.no_sync`."""
+        """Turn off gradient synchronization; see :meth:`.accelerator.Accelerator.no_sync`."""
         prepared = self.prepared
         found = prepared.placements.values() if model is None else [prepared.placement(model, "no_sync")]
         strategies = [one.strategy for one in found if one.strategy.communicates_gradients]
@@ -84,7 +84,7 @@ class Gradients:
 
     @contextmanager
     def trigger_sync(self, model: Any) -> Iterator[None]:
-        """See :meth:`.accelerator.Accelerator.trigger_sync_in_backward`."""
+        """Synchronize the next backward pass; see :meth:`.accelerator.Accelerator.trigger_sync_in_backward`."""
         strategy = self.prepared.placement(model, "trigger_sync_in_backward").strategy
         if strategy.communicates_gradients:
             strategy.sync_next_backward()
@@ -93,7 +93,7 @@ class Gradients:
     # ---- complete gradients ----------------------------------------------------------------------------------------
 
     def clip_norm(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """See :meth:`.accelerator.Accelerator.clip_grad_norm_`."""
+        """Clip the total gradient norm; see :meth:`.accelerator.Accelerator.clip_grad_norm_`."""
         if not self.state.sync_gradients:
             return torch.tensor(float("nan")) if self.norm is None else self.norm
         found, strategy = self._settled(parameters)
@@ -101,20 +101,20 @@ class Gradients:
         return self.norm
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """See :meth:`.accelerator.Accelerator.clip_grad_value_`."""
+        """Clip gradients elementwise; see :meth:`.accelerator.Accelerator.clip_grad_value_`."""
         if self.state.sync_gradients:
             found, strategy = self._settled(parameters)
             strategy.clip_by_value(found, clip_value)
 
     def unscale(self, optimizer: Any) -> None:
-        """See :meth:`.accelerator.Accelerator.unscale_gradients`."""
+        """Divide gradients by the fp16 loss scale; see :meth:`.accelerator.Accelerator.unscale_gradients`."""
         if self.state.sync_gradients:
             given = self.prepared.optimizers if optimizer is None else optimizer
             for one in given if isinstance(given, (list, tuple)) else [given]:
                 self.state.window.settle(one)
 
     def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
-        """Finalize the gradients of parameters; return the model's current parameters and the strategy to clip with."""
+        """Finalize the parameters' gradients; return the model's current parameters and the strategy to clip with."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found, strategy = [], self.strategy
         owners: dict[int, PreparedModel] = {}

@@ -250,8 +250,8 @@ class ProfileKwargs(KwargsHandler):
                 raise ValueError(messages.unknown("key in ProfileKwargs(schedule_option=...)", name, known))
         if "active" not in self.schedule_option:
             raise ValueError(
-                f"ProfileKwargs: schedule_option={self.schedule_option} does not say how many steps to record. Add "
-                "'active'."
+                f"ProfileKwargs: schedule_option={self.schedule_option} does not set the number of steps to record. "
+                "Add 'active'."
             )
         return torch.profiler.schedule(**{"wait": 0, "warmup": 0, **self.schedule_option})
 
@@ -277,10 +277,10 @@ class AORecipeKwargs(KwargsHandler):
 
     Args:
         config: a ``torchao.float8.Float8LinearConfig``; None scales whole tensors.
-        module_filter_func: returns True for a linear layer to convert, given the layer and its name; None converts
-            every layer whose sizes are multiples of 16, except the model's first and last linear layers.
-        pad_inner_dim: pad tensors whose sizes the GPU cannot multiply in 8 bits. Only without ``config``.
-        enable_fsdp_float8_all_gather: let FSDP gather the converted weights in 8 bits. Only without ``config``.
+        module_filter_func: function that takes a linear layer and its name, and returns True to convert the layer; None
+            converts every layer whose sizes are multiples of 16, except the model's first and last linear layers.
+        pad_inner_dim: whether to pad tensors whose sizes the GPU cannot multiply in 8 bits; only without ``config``.
+        enable_fsdp_float8_all_gather: whether FSDP gathers the converted weights in 8 bits; only without ``config``.
     """
 
     config: Float8LinearConfig | None = None
@@ -315,7 +315,7 @@ class TERecipeKwargs(KwargsHandler):
         amax_history_len: number of steps whose largest values determine a scale.
         amax_compute_algo: ``"most_recent"``, or ``"max"`` of the history.
         override_linear_precision: which products of a linear layer (forward, gradients of inputs, gradients of weights)
-            are not in 8 bits; none in TransformerEngine 1.12 and newer.
+            are not computed in 8 bits; not available in TransformerEngine 1.12 and newer.
         use_mxfp8_block_scaling: not supported.
 
     Raises:
@@ -351,7 +351,7 @@ class TERecipeKwargs(KwargsHandler):
 
 
 class _Refused(KwargsHandler):
-    """A handler that accepts any arguments, but that the Accelerator rejects."""
+    """A handler that accepts any arguments but is rejected by the Accelerator."""
 
     def __init__(self, **arguments: Any) -> None:
         vars(self).update(arguments)
@@ -362,12 +362,12 @@ class MSAMPRecipeKwargs(_Refused):
 
 
 class FP8RecipeKwargs(_Refused):
-    """Arguments for 8-bit training with a package that is chosen by ``backend``, which is not supported."""
+    """Arguments for 8-bit training with a package named by ``backend``; such training is not supported."""
 
 
 @dataclass(frozen=True)
 class Handlers:
-    """An Accelerator's handlers by kind; a field is None if no handler of that kind was given."""
+    """An Accelerator's handlers by kind; a field is None if no handler of that kind was passed."""
 
     autocast: AutocastKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None

@@ -47,7 +47,7 @@ def notebook_launcher(
         use_port: port for the rendezvous; None chooses a free port on a single machine, and 29500 on several.
         master_addr: address of machine 0, if there are several.
         node_rank: index of this machine, 0-based.
-        num_nodes: number of machines. A notebook on each of them calls this function; only machine 0 gets a result.
+        num_nodes: number of machines. Call this function in a notebook on each machine; only machine 0 gets a result.
         **more: other arguments of Accelerate's launcher, accepted only with values that have no effect, such as
             ``max_restarts=0``.
 
@@ -68,8 +68,9 @@ def notebook_launcher(
     _refuse_used(kind, count)
     if is_initialized():
         messages.warn_once(
-            "An Accelerator was created before notebook_launcher was called, so it works only on one process. "
-            "Create another one inside the launched function, and don't use anything there that the first one prepared."
+            "An Accelerator was created before notebook_launcher was called, so it uses a single process. Create a "
+            "new Accelerator inside the launched function, and do not use objects there that the first one "
+            "prepared."
         )
     return _start(function, args, count, kind, variables, place)
 
@@ -95,7 +96,7 @@ def _start(
             "call PartialState().destroy_process_group() first."
         )
     if dist.is_available():
-        leave_alone()  # of a fit on one process
+        leave_alone()  # the process group of a fit on one process
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with environment(variables), forgotten():  # the new processes have different ranks
         return launch.start(function, tuple(args), count, method, kind, place=place)
@@ -120,7 +121,7 @@ def _precision(asked: str | None) -> str | None:
 
 
 def _refuse_used(kind: str, count: int) -> None:
-    """Raise if CUDA is initialized, because copies of this process could not use it."""
+    """Raise an error if CUDA is initialized, because copies of this process could not use it."""
     if kind == CUDA_KIND.name and CUDA_KIND.is_initialized():
         raise RuntimeError(
             f"notebook_launcher(num_processes={count}) copies this process, but CUDA was initialized in it before the "
@@ -152,6 +153,6 @@ def _refuse_more(more: Mapping[str, Any]) -> None:
         if value not in _IDLE[name]:
             raise NotImplementedError(
                 f"notebook_launcher: {name}={value!r} is not supported, because a notebook starts its processes only "
-                "once, and they meet at master_addr. Put the code in a file and start it with `paceline launch`, which "
-                "accepts such options."
+                "once, and they connect to each other through master_addr. Put the code in a file and start it with "
+                "`paceline launch`, which accepts such options."
             )

@@ -47,7 +47,7 @@ def _nothing() -> None:
 
 
 class LoadedPosition:
-    """A position that was loaded, kept until the next pass begins.
+    """A loaded position, kept until the next pass begins.
 
     Args:
         position: a state from :meth:`PreparedLoader.state_dict`.
@@ -123,11 +123,11 @@ class LeftOut(FirstUse):
             batches.close()
 
     def used(self) -> None:
-        """When the loop first trains, report the batches that it no longer holds."""
+        """Report the batches that the loop no longer references when it first trains."""
         before = self._taken[: len(self._taken) - self._at_hand]
         dropped = sum(held() is None for held in before)
         if not dropped and len(before) == self._expected > 1:
-            dropped = len(before)  # the dataset still references them, but this is how many a skipping loop takes
+            dropped = len(before)  # the dataset still references them, but a loop that skips takes this many
         self._tell(dropped, messages.warn, within_pass=self._at_hand > 0)
 
     def over(self, say: Callable[[str], None] = messages.warn) -> None:
@@ -256,7 +256,8 @@ def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: 
                 if one.done == begun + 1 and not begun:
                     messages.info_once(
                         f"The state was saved after batch {done} of epoch {one.epoch}, but the loop restarts that "
-                        "epoch, so it trains on those batches twice. To continue after them, use "
+                        "epoch, so it trains on that epoch's first batches twice. To continue at the saved position, "
+                        "use "
                         f"accelerator.skip_first_batches(loader, {done})."
                     )
                 break
@@ -271,7 +272,7 @@ def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run the pass after a completed saved pass; if the loop trains on none of it, it was skipping the saved pass."""
+    """Run the pass after a completed saved pass; a loop that does not train on it was skipping the saved pass."""
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

@@ -48,9 +48,9 @@ class DataLoaderConfiguration:
         dispatch_batches: whether process 0 reads all batches and sends them to the other processes; None means False.
         even_batches: whether all processes get the same number of batches. If False, no sample is repeated, so some
             processes may get one batch fewer.
-        use_seedable_sampler: either way, the order depends only on the seed and the epoch.
+        use_seedable_sampler: has no effect; the order always depends only on the seed and the epoch.
         data_seed: seed for shuffling; None uses torch's seed.
-        non_blocking: either way, copies to a GPU use pinned memory and do not block.
+        non_blocking: has no effect; copies to a GPU always use pinned memory and do not block.
         use_stateful_dataloader: whether to read iterable datasets with torchdata's StatefulDataLoader, which can save
             its position even with workers. Map-style datasets resume exactly without it.
     """
@@ -73,9 +73,10 @@ class PreparedLoader(DataLoader[Any]):
         gradient_state: the state that records which loader is being read.
         seed: determines the sample order together with the epoch; if None, the user's loader chooses the order.
         device_placement: whether to move batches to the device.
-        rng_types: random states that all processes take from process 0 when a pass begins; see
-            :func:`.random_seeds.synchronize_rng_state`. They always agree on the sample order (``"generator"``).
-        cut: returns this process's part of the sequences of a batch; None if batches contain full sequences.
+        rng_types: RNG states that process 0 broadcasts to all processes when a pass begins; see
+            :func:`.random_seeds.synchronize_rng_state`. The sample order (``"generator"``) is always the same on all
+            processes.
+        cut: function that returns this process's part of each sequence in a batch; None if sequences are not split.
 
     Attributes:
         end_of_dataloader: whether the most recent batch is the last one of its pass.
@@ -131,7 +132,7 @@ class PreparedLoader(DataLoader[Any]):
         vars(self)["_limit"] = self._common_length()
 
     def _common_length(self) -> int | float:
-        """Return the number of batches after which a pass must stop; inf if it ends by itself."""
+        """Return the number of batches after which a pass must stop; inf if there is no limit."""
         if self.strategy.world_size == 1 or isinstance(self._source, Dispatched) or not self._even:
             return INF
         found = self.strategy.gather_objects(length_of(self._source))
@@ -139,9 +140,9 @@ class PreparedLoader(DataLoader[Any]):
         if len(known) < len(found) or len(set(known)) == 1:
             return INF
         messages.warn(
-            f"The loaders have {', '.join(map(str, known))} batches on different processes. Each process uses "
+            f"The number of batches differs between processes ({', '.join(map(str, known))}). Each process uses "
             f"{min(known)} per epoch and skips the rest. Give every process the same number of batches, or let "
-            "prepare() do the sharding."
+            "prepare() shard the data."
         )
         return min(known)
 
@@ -285,7 +286,7 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _mover(self) -> Callable[[Any], Any] | None:
-        """Return the function that moves a batch to the device and cuts it; None if there is nothing to do."""
+        """Return the function that moves a batch to the device and splits its sequences; None if neither is needed."""
         move, cut = self.strategy.batch_mover() if self.device_placement else None, self._cut
         return move if cut is None else cut if move is None else lambda batch: cut(move(batch))
 
@@ -329,7 +330,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def in_parts(self) -> bool:
-        """Whether batches have one part of each sequence."""
+        """Whether batches contain only one part of each sequence."""
         return self._cut is not None
 
     @property
@@ -505,7 +506,7 @@ def prepare_data_loader(
         strategy: determines this process's shard and device.
         config: the settings.
         kind: class of the result.
-        **options: other arguments of :class:`PreparedLoader`; ``seed`` is 0 unless it is given.
+        **options: other arguments of :class:`PreparedLoader`; ``seed`` defaults to 0.
 
     Raises:
         TypeError: ``loader`` is not a DataLoader.
@@ -528,15 +529,15 @@ def prepare_data_loader(
 
 
 def refuse_slice_fn(where: str, loader: PreparedLoader, **given: Any) -> None:
-    """Raise if process 0 reads the loader for all and a function to slice its batches was given.
+    """Raise an error if a function to slice batches was passed for a loader that only process 0 reads.
 
     Raises:
-        NotImplementedError: the function would be needed.
+        NotImplementedError: only process 0 reads the loader.
     """
     ((name, slice_fn),) = given.items()
     if slice_fn is not None and isinstance(loader._source, Dispatched):
         raise NotImplementedError(
-            f"{where}({name}=...) is not supported, because process 0 hands out whole batches instead of concatenating "
+            f"{where}({name}=...) is not supported, because process 0 sends whole batches instead of concatenating "
             f"and slicing them. Leave out {name}."
         )
     messages.ignored(where, "every process reads its own batches", **given)

@@ -35,7 +35,7 @@ class LocalSGD:
     Args:
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
-        local_sgd_steps: number of updates between two averagings.
+        local_sgd_steps: number of updates between parameter averages.
         enabled: if False, train as usual.
 
     Raises:

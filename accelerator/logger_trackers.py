@@ -101,7 +101,7 @@ class MLflowTracker(OpenedTracker):
         tags: tags of the run, as a dict or as JSON; ``MLFLOW_TAGS`` has priority.
         nested_run: whether the run is a child of MLflow's active run; ``MLFLOW_NESTED_RUN`` has priority.
         run_name: display name of the run.
-        description: a text that is shown with the run.
+        description: text shown with the run.
         **kwargs: other arguments of :class:`~paceline.loggers.MLFlowLogger`.
     """
 

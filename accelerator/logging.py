@@ -46,7 +46,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Process arguments like the standard adapter, but keep a call's ``extra``."""
+        """Process a call's arguments as the standard adapter does, but keep the call's ``extra``."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """Return the logger with the given name, usually ``__name__``, for multi-process scripts.
 
     Its level is set to ``log_level``, or else to the environment variable ``PACELINE_LOG_LEVEL`` (or
-    ``ACCELERATE_LOG_LEVEL``). If neither is given, the level stays unchanged.
+    ``ACCELERATE_LOG_LEVEL``). If neither is set, the level stays unchanged.
     """
     level = log_level or next((value for name in _LEVEL_VARIABLES if (value := os.environ.get(name))), None)
     logger = logging.getLogger(name)

@@ -57,8 +57,8 @@ class ModelWeights:
     ) -> None:
         """Write a model's weights, split into several files with an index if they are large.
 
-        Every rank must call this. Each file is written atomically, and the index is written last. Then files that an
-        earlier call wrote in the same format are removed. Tied tensors are written once.
+        Every rank must call this. Each file is written atomically, and the index is written last. Afterward, files
+        that an earlier call wrote in the same format are removed. Tied tensors are written once.
 
         Args:
             model: the prepared model.

@@ -80,7 +80,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return the current version of a parameter that the module has now or had before setup, or None."""
+        """Return the current version of one of the module's parameters, which setup may have replaced, or None."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
@@ -98,7 +98,7 @@ class PreparedModel:
         return found
 
     def bind(self, observers: Sequence[OwnLoop] = ()) -> None:
-        """Route the module's forward through the wrapper, precision and compiler, timed for these observers."""
+        """Route the module's forward through the wrapper, precision and compiler; ``observers`` time it."""
         module, strategy = self.module, self.strategy
         if self._own is None:
             self._own = module.forward
@@ -119,7 +119,7 @@ class PreparedModel:
         self.observe(observers)
 
     def observe(self, observers: Sequence[OwnLoop]) -> None:
-        """Time the forward passes for these observers only."""
+        """Set the observers that time the forward passes."""
         self._observers = observers
         train, evaluate = self._steps
         needed = train is not self._own or evaluate is not self._own
@@ -162,7 +162,7 @@ class PreparedModel:
         vars(self).update({name: value for name, value in state.items() if name != "gradients"})
         if not is_initialized(self.module):
             raise TypeError(
-                f"{type(self.module).__name__} holds the Accelerator, or an optimizer, that it was prepared with, so "
+                f"{type(self.module).__name__} stores the Accelerator, or an optimizer, that it was prepared with, so "
                 "neither can be unpickled before the other. Pickle the Accelerator, which includes the module, or "
                 "don't store the Accelerator and its optimizers in the module."
             )
@@ -315,8 +315,8 @@ def unwrap_model(
 
     Args:
         model: the model.
-        keep_fp32_wrapper: if False, restore the module's own forward, so that it is a plain module again, also if a
-            program keeps that forward as ``_original_forward``.
+        keep_fp32_wrapper: if False, restore the module's own forward, even if a program has stored that forward as
+            ``_original_forward``.
         keep_torch_compile: if False, remove ``torch.compile``'s wrapper as well.
         recursive: whether to unwrap the module's children too.
     """

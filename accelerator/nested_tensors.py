@@ -56,7 +56,7 @@ def recursively_apply(
         func: function to call with each value, ``args`` and ``kwargs``.
         data: the structure.
         *args: passed to ``func``.
-        test_type: returns True for the values to apply ``func`` to.
+        test_type: function that returns True for values to which ``func`` is applied.
         error_on_other_type: whether to raise a TypeError for other values except None.
         **kwargs: passed to ``func``.
     """
@@ -89,8 +89,8 @@ def leaves(data: Any) -> list[Tensor]:
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """Move tensors, and objects with a ``to`` method, to a device, except those under ``skip_keys`` in mappings.
 
-    With ``non_blocking``, tensors in pinned memory may still be read after this function has returned, so they must not
-    change yet. Other tensors may change immediately in any case.
+    With ``non_blocking``, tensors in pinned memory may still be read after this function has returned, so do not change
+    them yet. You may change all other tensors immediately.
     """
     place = torch.device(device)
     kind = kind_of(place)
@@ -116,7 +116,9 @@ def find_batch_size(data: Any) -> int:
     """Return the size of the first dimension of the first tensor in a structure."""
     found = batch_size_of(data)
     if found is None:
-        raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Pass data with a tensor.")
+        raise ValueError(
+            f"find_batch_size found no tensor in a {type(data).__name__}. Pass data that contains a tensor."
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Binds methods so that the doctor, or several of them, can time them."""
+"""Binds methods so that one or more doctors can time them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..doctor.own_loop import OwnLoop
 
-#: Attribute that keeps what the bound names were before, while the methods are timed.
+#: Attribute that stores the original values of the bound names while the methods are timed.
 UNTIMED = "_untimed"
 
 
 def time_methods(owner: Any, parts: Mapping[str, str], observers: Sequence[OwnLoop]) -> None:
-    """Bind an object's methods so that they are timed for these observers only.
+    """Set the observers that time an object's methods.
 
     Args:
         owner: the object.
-        parts: the part of a step that each method's time counts toward, by the method's name.
-        observers: without any, the methods are as before.
+        parts: the part of a step that each method's time counts toward, keyed by the method's name.
+        observers: the observers; if there are none, the original methods are restored.
     """
     own = vars(owner)
     if UNTIMED in own:

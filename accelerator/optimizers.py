@@ -64,7 +64,7 @@ class AcceleratedOptimizer(Optimizer):
         self.belongs_to(placements)
 
     def belongs_to(self, placements: Sequence[PreparedModel]) -> None:
-        """Step through the strategy of the first of these models, whose parameters the optimizer updates."""
+        """Set the models whose parameters the optimizer updates; the first model's strategy runs the steps."""
         self.placements = list(placements)
         self.placement = self.placements[0] if self.placements else None
         self.strategies = {id(one.strategy) for one in self.placements}
@@ -79,7 +79,7 @@ class AcceleratedOptimizer(Optimizer):
         )
 
     def observe(self, observers: Sequence[OwnLoop]) -> None:
-        """Time the steps for these observers only."""
+        """Set the observers that time the steps."""
         time_methods(self, {"step": "optimizer", "zero_grad": "optimizer"}, observers)
 
     @property

@@ -57,7 +57,7 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Settings of DeepSpeed's Ulysses, which have no effect: ``sp_size`` works without DeepSpeed."""
+    """Settings for DeepSpeed's Ulysses, which have no effect, because ``sp_size`` works without DeepSpeed."""
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
@@ -78,7 +78,7 @@ class _Enabled(property):
 class ParallelismConfig:
     """Sizes of the dimensions of parallelism. Their product is the number of processes.
 
-    A size of None is taken from the settings (``parallelism_config_...``); if they do not set it either, it is 1.
+    A size of None is taken from the settings (``parallelism_config_...``) or, if they do not set it, is 1.
 
     Args:
         dp_replicate_size: number of copies of the (sharded) model.
@@ -91,7 +91,7 @@ class ParallelismConfig:
         sp_size: number of processes across which each sequence is split by the loaders that are prepared together with
             a model. Their batches are dicts with ``input_ids`` and ``position_ids``; ``shift_labels`` replaces
             ``labels``. Parameters are sharded across them too.
-        cp_backend, sp_backend: each has only one value.
+        cp_backend, sp_backend: each accepts only one value.
         sp_handler: has no effect.
     """
 
@@ -258,10 +258,13 @@ class ParallelismConfig:
 
 
 def check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor]) -> None:
-    """Raise a ValueError if these cannot be the arguments of ``maybe_context_parallel``."""
+    """Raise a ValueError if these are not valid arguments for ``maybe_context_parallel``."""
     known = {id(buffer) for buffer in buffers}
     if len(buffers) != len(dims):
-        problem = f"{len(buffers)} buffers, but {len(dims)} buffer_seq_dims. Pass one dimension for each buffer."
+        problem = (
+            f"different numbers of buffers and buffer_seq_dims ({len(buffers)} and {len(dims)}). Pass one dimension "
+            "for each buffer."
+        )
     elif len(known) < len(buffers):
         problem = "the same tensor twice in buffers. Pass it once, or pass a copy."
     elif any(id(buffer) not in known for buffer in unrestored):

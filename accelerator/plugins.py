@@ -39,7 +39,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     Args:
         num_steps: micro-batches per update; if None, taken from the settings, or else 1.
         adjust_scheduler: has no effect; a prepared scheduler always advances once per update, so its length must be
-            given in updates.
+            counted in updates.
         sync_with_dataloader: whether the last batch of a loader completes a window.
         sync_each_batch: whether to synchronize gradients after every micro-batch, which saves memory under FSDP but
             needs more communication.
@@ -198,7 +198,7 @@ _DYNAMO = {
 
 
 def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] | None) -> TorchDynamoPlugin:
-    """Return the given plugin with its unset fields filled in from the settings."""
+    """Return the plugin that was passed, with its unset fields filled in from the settings."""
     if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(
             f"Accelerator: dynamo_plugin={plugin!r} is {messages.a(plugin)}. Pass a TorchDynamoPlugin, or use "
@@ -224,7 +224,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         fsdp_version: 1 is accepted and treated as 2.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (keep full weights between forward and backward),
             ``"HYBRID_SHARD"`` (shard within a node) or ``"HYBRID_SHARD_ZERO2"``.
-        reshard_after_forward: if False, keep full weights between forward and backward; can also be a
+        reshard_after_forward: if False, keep full weights between forward and backward; also accepts the values of
             ``sharding_strategy``.
         mixed_precision_policy: a ``MixedPrecisionPolicy`` to use instead of autocast. FSDP 1's ``MixedPrecision``, a
             dict of its arguments, and ``"bf16"`` or ``"fp16"`` (the same dtype for everything) also work.
@@ -244,12 +244,12 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     """
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Set ``mixed_precision_policy`` if it is None, or with ``override`` in any case.
+        """Set ``mixed_precision_policy``; a policy that is already set is replaced only with ``override``.
 
         Args:
             mixed_precision: ``"bf16"``, ``"fp16"`` or a dtype.
             buffer_autocast: has no effect, because FSDP2 does not convert buffers.
-            override: whether to replace a policy.
+            override: whether to replace an existing policy.
 
         Raises:
             ValueError: the dtype is unknown.

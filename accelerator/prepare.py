@@ -56,7 +56,7 @@ class Prepared:
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
-        rng_types: random states that all processes take from process 0 when a pass over a loader begins.
+        rng_types: RNG states that process 0 broadcasts to all processes when a pass over a loader begins.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
         optimizer_kind: class of the prepared optimizers.
@@ -145,9 +145,9 @@ class Prepared:
         return placement
 
     def clear(self) -> None:
-        """Drop all objects and restore the own forward of each model that was trained.
+        """Drop all objects, and restore the original forward of each model that was not prepared for evaluation only.
 
-        Trainers that free memory before a training go on to use the models that they prepared for evaluation.
+        The other models stay usable, because some trainers free memory before training and then evaluate with them.
         """
         for placement in self.trained:
             restore(placement.module)
@@ -156,14 +156,14 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, copy rank 0's buffers to models in eval mode, because checkpoints contain rank 0's."""
+        """When a pass begins, broadcast rank 0's buffers to models in eval mode, because checkpoints contain them."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:
                 model.strategy.before_evaluation(model.module)
 
     def observe(self, observers: Sequence[OwnLoop]) -> None:
-        """Time everything that is or will be prepared, for these observers only."""
+        """Set the observers that time everything that is or will be prepared."""
         self.gradient_state.observers = observers
         for one in (*self.placements.values(), *self.optimizers):
             one.observe(observers)
@@ -232,7 +232,7 @@ class Prepared:
         return prepared
 
     def _refuse_shared(self, model: nn.Module) -> None:
-        """Raise if a model shares parameters with a sharded model, because sharding has replaced them."""
+        """Raise an error if a model shares parameters with a sharded model, because sharding has replaced them."""
         for other in self.placements.values():
             shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
             if shared:
@@ -244,7 +244,7 @@ class Prepared:
                 )
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Prepare one optimizer."""
+        """Prepare one optimizer, which then steps only at the end of an accumulation window."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         wrapper = self._add_optimizer(optimizer)
@@ -281,8 +281,8 @@ class Prepared:
         owners = [one for one in self.optimizers if one is inner or one.optimizer is inner]
         if inner is not None and not owners:
             messages.warn_once(
-                f"{type(scheduler).__name__} was prepared, but its optimizer was not, so it advances with all prepared "
-                "optimizers. Pass its optimizer to prepare as well."
+                f"{type(scheduler).__name__} was prepared, but its optimizer was not, so the scheduler advances with "
+                "all prepared optimizers. Pass its optimizer to prepare as well."
             )
         wrapper = self.scheduler_kind(
             scheduler, owners or self.optimizers, self.gradient_state, self.step_scheduler_with_optimizer, self._times
@@ -292,7 +292,7 @@ class Prepared:
 
     @property
     def _times(self) -> int:
-        """Number of steps by which each ``scheduler.step()`` advances a schedule."""
+        """Return the number of steps by which each ``scheduler.step()`` advances a schedule."""
         alone = not self.step_scheduler_with_optimizer or self.dataloader_config.split_batches
         return 1 if alone or self.scheduler_steps == "per_update" else self.strategy.num_data_ranks
 
@@ -379,7 +379,7 @@ def _given(compiler: Callable[[Any], Any], module: nn.Module) -> Callable[[Any],
 
 
 def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], strategy: Strategy) -> None:
-    """Raise unless an optimizer has parameters of exactly one prepared model, as sharding requires."""
+    """Raise an error unless an optimizer has parameters of exactly one prepared model, as sharding requires."""
     if not owners:
         raise ValueError(
             f"{type(optimizer).__name__} has no parameters of a prepared model. {type(strategy).__name__} replaces "

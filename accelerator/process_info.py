@@ -141,7 +141,7 @@ class Processes:
 
 
 def type_of(strategy: Strategy) -> DistributedType:
-    """Return the kind of distributed training that a strategy does."""
+    """Return the kind of distributed training that a strategy uses."""
     names = {name for kind in type(strategy).__mro__ for name in vars(kind).get("names", ())}
     if "deepspeed" in names:
         return DistributedType.DEEPSPEED

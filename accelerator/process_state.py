@@ -41,7 +41,7 @@ class _Process:
         state: state of the newest Accelerator.
         resets: number of times that the state has been reset.
         cpu: whether a PartialState was created with ``cpu=True``.
-        debug: the value that a program gave ``PartialState.debug``; None if it gave none.
+        debug: value that the program assigned to ``PartialState.debug``; None if it assigned none.
     """
 
     strategy: Strategy | None = None
@@ -239,7 +239,9 @@ class AcceleratorState:
                 f"AcceleratorState got mixed_precision={str(mixed_precision)!r}, but the latest Accelerator uses "
                 f"{state.mixed_precision!r}. Leave out mixed_precision, or read .state of the Accelerator you mean."
             )
-        messages.ignored("AcceleratorState", "it describes the latest Accelerator, which has its own", False, **given)
+        messages.ignored(
+            "AcceleratorState", "it describes the latest Accelerator, which has its own settings", False, **given
+        )
         return state
 
     @classmethod

@@ -89,9 +89,10 @@ class AcceleratorProperties(Processes):
         "dataloader_config.even_batches", "Whether all processes get the same number of batches."
     )
     use_seedable_sampler = Shown[bool](
-        "dataloader_config.use_seedable_sampler", "Either way, the order depends only on the seed and the epoch."
+        "dataloader_config.use_seedable_sampler",
+        "Has no effect; the order always depends only on the seed and the epoch.",
     )
-    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Either way, copies to a GPU do not block.")
+    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Has no effect; copies to a GPU never block.")
     use_stateful_dataloader = Shown[bool](
         "dataloader_config.use_stateful_dataloader", "Whether torchdata's StatefulDataLoader reads iterable datasets."
     )
@@ -132,7 +133,7 @@ class AcceleratorProperties(Processes):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Rank of this process in the group that holds successive layers."""
+        """Rank of this process in the group whose processes hold successive layers."""
         return self.strategy.place_on("pp")
 
     @property
@@ -154,7 +155,7 @@ class AcceleratorProperties(Processes):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes gathered models."""
+        """Whether this process writes files when a full model is saved."""
         return self.is_main_process
 
     def set_trigger(self) -> None:

@@ -1,4 +1,4 @@
-"""Models with 8- and 4-bit weights for your own loop, through bitsandbytes."""
+"""Quantizes models to 8- or 4-bit weights with bitsandbytes, for your own loop."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _DTYPES: dict[Any, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16,
 
 @dataclass
 class BnbQuantizationConfig:
-    """How :func:`load_and_quantize_model` quantizes linear layers.
+    """Settings for how :func:`load_and_quantize_model` quantizes linear layers.
 
     Args:
-        load_in_8bit: store the weights in 8 bits.
-        llm_int8_threshold: 8-bit layers multiply inputs that exceed this in 16 bits.
-        load_in_4bit: store the weights in 4 bits.
+        load_in_8bit: whether to store the weights in 8 bits.
+        llm_int8_threshold: inputs above this value are multiplied in 16 bits (8-bit layers only).
+        load_in_4bit: whether to store the weights in 4 bits.
         bnb_4bit_quant_type: ``"fp4"`` or ``"nf4"``.
-        bnb_4bit_use_double_quant: quantize the scales of 4-bit weights too.
-        bnb_4bit_compute_dtype: what 4-bit layers multiply in.
+        bnb_4bit_use_double_quant: whether to quantize the scales of 4-bit weights too.
+        bnb_4bit_compute_dtype: dtype in which 4-bit layers compute.
         torch_dtype: dtype of all other floating-point tensors; None means ``bnb_4bit_compute_dtype``, or float16 for 8
             bits.
-        skip_modules: names of modules, whole or in part, that are not quantized; None means the model's head and what
-            shares its weight.
-        keep_in_fp32_modules: the same, for modules that stay in float32.
+        skip_modules: full or partial names of modules that are not quantized; None means the model's head and modules
+            that share weights.
+        keep_in_fp32_modules: full or partial names of modules that stay in float32.
 
     Raises:
-        ValueError: an argument is unknown, or not exactly one of the two formats is chosen.
+        ValueError: a value is not valid, or neither or both of the two formats are chosen.
     """
 
     load_in_8bit: bool = False
@@ -85,7 +85,7 @@ class BnbQuantizationConfig:
         return torch.int8 if self.load_in_8bit else "int4"
 
     def quantization(self) -> Quantization:
-        """Return these settings for the layers."""
+        """Convert these settings to a :class:`Quantization`."""
         if self.load_in_8bit:
             return Quantization("int8", threshold=self.llm_int8_threshold)
         dtype = cast(torch.dtype, self.bnb_4bit_compute_dtype)
@@ -109,25 +109,26 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Quantize the linear layers of a model, one after the other, and put it on its device. Returns the same object.
+    """Quantize a model's linear layers one by one, move the model to its device, and return it.
 
     Quantized layers are frozen. To train, add adapters, such as peft's.
 
     Args:
         model: a model with its weights, or on the meta device (``init_empty_weights``) if they are in files.
-        bnb_quantization_config: the format, and which layers to leave out.
-        weights_location: a file or folder, as for ``load_checkpoint_and_dispatch``; also one with weights that were
-            saved after they were quantized in the same way. Needed only for a model on the meta device.
-        device_map: where the parts of a model on the meta device go: a map, or how to choose one. None means the first
-            accelerator, or else the CPU. Modules that a map offloads to the CPU or to disk are not quantized.
+        bnb_quantization_config: the format, and the layers to leave out.
+        weights_location: file or folder with the weights, as for ``load_checkpoint_and_dispatch``. The weights may
+            already be quantized in the same way. Needed only for a model on the meta device.
+        device_map: devices for the parts of a model on the meta device, as for ``load_checkpoint_and_dispatch``. None
+            means the first accelerator, or else the CPU. Modules that a map offloads to the CPU or to disk are not
+            quantized.
         no_split_module_classes: as for ``load_checkpoint_and_dispatch``.
-        max_memory: the same.
-        offload_folder: the same.
+        max_memory: as for ``load_checkpoint_and_dispatch``.
+        offload_folder: as for ``load_checkpoint_and_dispatch``.
         offload_state_dict: has no effect, because weights are always read one at a time.
 
     Raises:
         ModuleNotFoundError: bitsandbytes is not installed.
-        RuntimeError: the model is on the meta device, but has no ``weights_location``, or some weights are missing.
+        RuntimeError: the model is on the meta device, but ``weights_location`` is not set or some weights are missing.
         ValueError: the device map offloads quantized layers, or a file's weights do not fit.
     """
     config = bnb_quantization_config
@@ -146,13 +147,13 @@ def load_and_quantize_model(
     if weights_location is None:
         raise RuntimeError(
             f"{type(model).__name__} is on the meta device, so it has no weights to quantize. Pass weights_location, "
-            "the file or folder that has them."
+            "the file or folder that contains them."
         )
     _replace(model, config, skipped)
     for layer in quantized_layers(model).values():
         size = layer.weight.shape if config.load_in_8bit else ((layer.weight.numel() + 1) // 2, 1)
         kind = torch.int8 if config.load_in_8bit else torch.uint8
-        layer.weight.data = torch.empty(size, dtype=kind, device="meta")  # what a device map must count
+        layer.weight.data = torch.empty(size, dtype=kind, device="meta")  # the sizes that a device map is planned with
     places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     _fill(model, config, Path(weights_location), places)
     return dispatch_model(model, places, offload_dir=offload_folder)
@@ -190,7 +191,7 @@ def _wanted_dtype(name: str, tensor: Tensor, config: BnbQuantizationConfig) -> t
 
 
 def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: Mapping[str, Any]) -> None:
-    """Read the weights: quantize those of quantized layers on their devices, and leave the others in the file's pages.
+    """Load the weights: quantize those of quantized layers on their devices, and keep the others mapped from the file.
 
     :func:`dispatch_model` then moves the others.
     """
@@ -210,7 +211,7 @@ def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: M
             give(model, names[id(own)], own, value.to(_wanted_dtype(name, value, config)))
     if values:
         messages.warn(
-            f"{str(path)!r} has {len(values)} tensors that {type(model).__name__} has not: "
+            f"{str(path)!r} contains tensors that {type(model).__name__} does not have ({len(values)}): "
             f"{', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}. They are not used."
         )
 
@@ -222,7 +223,7 @@ def get_quantized_model_device_map(
     max_memory: Mapping[Any, int | str] | None = None,
     no_split_module_classes: Any = None,
 ) -> dict[str, Any]:
-    """Return the device map for a model whose layers are quantized.
+    """Return the device map for a model with quantized layers.
 
     Raises:
         ValueError: a quantized layer would be offloaded.
@@ -241,9 +242,9 @@ def get_quantized_model_device_map(
     away = [name for name in quantized_layers(model) if is_offloaded(device_of(name, places), main)]
     if away:
         raise ValueError(
-            f"The device map offloads {len(away)} quantized layers ({', '.join(away[:3])}{', ...' if away[3:] else ''}"
-            f"), which must stay on {main}. Make more memory available there (max_memory), or pass a device_map whose "
-            "entries for the CPU and the disk are modules that need not be quantized."
+            f"The device map offloads {len(away)} quantized layer{'s' * (len(away) > 1)} ({', '.join(away[:3])}"
+            f"{', ...' if away[3:] else ''}), which must stay on {main}. Make more memory available "
+            "there (max_memory), or pass a device_map that puts only other modules on the CPU and the disk."
         )
     return places
 
@@ -254,7 +255,7 @@ def replace_with_bnb_layers(
     modules_to_not_convert: list[str] | None = None,
     current_key_name: Any = None,
 ) -> nn.Module:
-    """Quantize a model's linear layers where they are, except ``modules_to_not_convert``. Returns the same object.
+    """Quantize a model's linear layers in place, except ``modules_to_not_convert``, and return the model.
 
     ``current_key_name`` is accepted and ignored.
     """
@@ -264,14 +265,14 @@ def replace_with_bnb_layers(
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Return True if a model has 4-bit layers of bitsandbytes."""
+    """Return True if a model has bitsandbytes layers with 4-bit weights."""
     return any(hasattr(layer, "quant_state") for layer in quantized_layers(model).values())
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the modules of a model that are usually not quantized: its head, and modules that share weights.
 
-    A model without a head, which says so with ``base_model_prefix`` as transformers' do, has none.
+    Returns an empty list for a transformers model that has neither a head nor shared weights.
     """
     tied = [name for names in find_tied_parameters(model) for name in names]
     prefix = getattr(model, "base_model_prefix", None)

@@ -40,7 +40,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
     Args:
         rng_type: ``"torch"`` (the host's), ``"python"``, ``"numpy"``, ``"generator"``, or a kind of device such as
-            ``"cuda"``; nothing is done if the run is on another kind.
+            ``"cuda"``, which has no effect if the run uses another kind.
         generator: the generator to synchronize, for ``"generator"``.
     """
     share_random_state(PartialState().strategy, getattr(rng_type, "value", rng_type), generator)

@@ -46,8 +46,8 @@ class States:
     def save(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:
         """Save everything that the loop needs to resume. Every rank must call this.
 
-        ``output_dir/state.ckpt`` holds models, optimizers, schedulers, the loss scale, the position in every prepared
-        loader, gradients that are waiting for an optimizer step, the RNG states of every rank, and registered
+        ``output_dir/state.ckpt`` contains models, optimizers, schedulers, the loss scale, the position in every
+        prepared loader, gradients that are waiting for an optimizer step, the RNG states of every rank, and registered
         objects. At any moment, either the old state or the complete new one exists.
 
         Args:
@@ -63,7 +63,7 @@ class States:
         Raises:
             RuntimeError: the ranks have reached different points in the program.
             TypeError: the state of a registered object is not plain data, or an argument is unknown.
-            ValueError: no folder was given.
+            ValueError: no folder was passed.
             OSError: writing failed; raised on every rank, and the old state is unchanged.
         """
         messages.ignored(
@@ -147,8 +147,10 @@ class States:
 
         Args:
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
-            load_kwargs: ``weights_only=True``, which is always so, and ``map_location``, which has no effect.
-            strict: whether an object that cannot be restored raises an error, before anything changes, or a warning.
+            load_kwargs: accepts ``weights_only=True``, which is always in effect, and ``map_location``, which has no
+                effect.
+            strict: if True, an object that cannot be restored raises an error, and nothing changes; if False, it causes
+                a warning.
             **load_model_func_kwargs: same as ``load_kwargs``.
 
         Raises:
@@ -215,11 +217,11 @@ class States:
                 known.append(one)
 
     def on_save(self, hook: Callable[..., None]) -> RemovableHandle:
-        """See :meth:`.accelerator.Accelerator.register_save_state_pre_hook`."""
+        """Register a hook; see :meth:`.accelerator.Accelerator.register_save_state_pre_hook`."""
         return _registered(self.before_save, hook)
 
     def on_load(self, hook: Callable[..., None]) -> RemovableHandle:
-        """See :meth:`.accelerator.Accelerator.register_load_state_pre_hook`."""
+        """Register a hook; see :meth:`.accelerator.Accelerator.register_load_state_pre_hook`."""
         return _registered(self.before_load, hook)
 
 

@@ -252,7 +252,7 @@ class Restored:
         self._compare_counts("loader", loaders, self.prepared.loaders, [])
         self._compare_custom(own.get("custom", []))
         if self.strategy.precision.state_dict() and not self.section.get("precision"):
-            self.missing.append("the loss scale, which starts over")
+            self.missing.append("the loss scale, which keeps its current value")
         if not self.ranks:
             self.missing.append("RNG states and the position in the data, because save_state did not write the file")
 
@@ -305,8 +305,9 @@ class Restored:
             load_weights(module, state, not partly, _silent(load) if partly else load, _ADVICE)
             if partly:
                 messages.info_once(
-                    f"The state contains {len(state)} trained weights and buffers of {type(module).__name__}. The "
-                    f"{len(left_out)} frozen weights keep their current values (only_trainable=True)."
+                    f"The state contains only the trained weights and buffers of {type(module).__name__} "
+                    f"({len(state)}). The frozen weights ({len(left_out)}) keep their current values "
+                    "(only_trainable=True)."
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}

@@ -37,7 +37,7 @@ class Folders:
     """The folders where one Accelerator saves its states.
 
     Attributes:
-        project: says where folders are created and how many are kept.
+        project: determines where folders are created and how many are kept.
         line: ID of the run; a resumed run keeps the same ID.
         sequence: number of the last save.
         folders: folders where this process has saved, newest last.
@@ -52,7 +52,7 @@ class Folders:
     counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
-        """Return the number of the next save, which is higher than that of any save in the same parent folder."""
+        """Return the number of the next save, higher than those of all other saves in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
             found = [known.sequence for state in states_in(folder.parent) if (known := manifest.read_or_none(state))]
@@ -67,7 +67,7 @@ class Folders:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_save(self, output_dir: Any) -> Location:
-        """Return the folder to save the next state in, the same on every rank: as given, or the next numbered one."""
+        """Return the folder for the next state, the same on every rank: ``output_dir``, or the next numbered folder."""
         if output_dir is not None:
             return location(output_dir)
         if not self.project.automatic_checkpoint_naming:
@@ -150,6 +150,7 @@ class Folders:
                 tell = messages.warn if self.strategy.is_global_zero else messages.info_anywhere
                 tell(
                     f"{newest} was saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
+                    ". Delete that folder yourself."
                 )
 
 
@@ -175,7 +176,7 @@ def _next_numbered(folder: Location, config: Any) -> Location:
 
 
 def _is_taken(folder: Location) -> bool:
-    """Return True if the folder holds anything other than leftovers of a killed save."""
+    """Return True if the folder contains anything other than the leftovers of a killed save."""
     return folder.exists() and not (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir()))
 
 
@@ -194,8 +195,8 @@ def _nothing_in(where: Location) -> str:
     names = {entry.name for entry in where.iterdir()}
     if names & {"random_states_0.pkl", "model.safetensors", "pytorch_model.bin"}:
         return (
-            f"{text}It seems to hold another tool's files. You can still load the weights before calling prepare, with "
-            "model.load_state_dict(safetensors.torch.load_file(...)) or torch.load(..., weights_only=True)."
+            f"{text}It seems to contain another tool's files. You can still load the weights before calling prepare, "
+            "with model.load_state_dict(safetensors.torch.load_file(...)) or torch.load(..., weights_only=True)."
         )
     return f"{text}The save never finished, or another program wrote the folder. Pass a folder that save_state wrote."
 
@@ -255,7 +256,7 @@ class HookFiles:
         self.path = self._room / "new" / (folder.name or "state")
 
     def written_by(self, write: Callable[[str], None]) -> None:
-        """On every rank, call ``write``, which runs the hooks, with the folder that they must write to."""
+        """On every rank, call ``write``, which runs the hooks, with the folder for their files."""
         strategy = self.strategy
         try:
             together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))

@@ -43,7 +43,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """Return a copy with plugins that the settings request (``use_fsdp``, ...) and unset fields filled in."""
+        """Return a copy with unset fields filled in, and with plugins that the settings request (``use_fsdp``, ...)."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)
@@ -178,7 +178,7 @@ def _check_handlers(handlers: Handlers, word: str | None) -> None:
 
 
 def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:
-    """Return DeepSpeed's own 16-bit mode, or None if none is enabled. Raise if ``word`` contradicts it."""
+    """Return DeepSpeed's own 16-bit mode, or None if none is enabled. Raise an error if ``word`` contradicts it."""
     config = plugin.read()
     found = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
     if found is None:

@@ -73,8 +73,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         )
     if _classes.get(name, tracker_class) is not tracker_class:
         messages.warn(
-            f"The tracker {name!r} was {_classes[name].__name__} and is now {tracker_class.__name__}. Give the class "
-            "another name to keep both."
+            f"The tracker {name!r} now uses {tracker_class.__name__} instead of {_classes[name].__name__}. Give the "
+            "class another name to keep both."
         )
     _classes[name] = tracker_class
 
@@ -136,7 +136,7 @@ def _checked(one: Any, logging_dir: Any) -> Any:
         raise ModuleNotFoundError(messages.missing(f"log_with={one!r}", missing), name=missing)
     if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
         raise ValueError(
-            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but no directory was given. "
+            f"log_with={one if isinstance(one, str) else kind.__name__!r} writes files, but no directory is set. "
             "Set Accelerator(project_dir='...'), or logging_dir in its ProjectConfiguration."
         )
     return one
@@ -241,7 +241,9 @@ class Trackers(list[GeneralTracker]):
                 raise RuntimeError(self._why_not(f"accelerator.get_tracker({name!r})"))
             there = [tracker.name for tracker in self]
             if not there:
-                raise ValueError(f"get_tracker({name!r}): there is no tracker. Set Accelerator(log_with={name!r}).")
+                raise ValueError(
+                    f"get_tracker({name!r}): this Accelerator has no trackers. Set Accelerator(log_with={name!r})."
+                )
             raise ValueError(messages.unknown("tracker", name, there))
         return found.tracker if unwrap else found  # type: ignore[attr-defined]
 
@@ -297,7 +299,7 @@ class Trackers(list[GeneralTracker]):
 
     def _why_not(self, call: str) -> str:
         if self._ended:
-            return f"{call} came after end_training, which closed all trackers. Call init_trackers for another run."
+            return f"{call} was called after end_training closed all trackers. Call init_trackers for another run."
         if not self.wanted:
             return (
                 f"{call} has no effect, because this Accelerator has no tracker. Choose a tracker, for example with "
@@ -324,7 +326,7 @@ def _made(one: Any, project_name: str, logging_dir: Any, init_kwargs: Mapping[st
         return _Absent(_name(one))
     if isinstance(kind, (Logger, GeneralTracker)):
         given = {_name(one): init_kwargs.get(_name(one))}
-        messages.ignored("init_kwargs", "log_with has the finished object, which has its own arguments", **given)
+        messages.ignored("init_kwargs", "log_with contains an existing object, which has its own arguments", **given)
         return LoggerTracker(kind) if isinstance(kind, Logger) else kind
     folder = [logging_dir] if kind.requires_logging_directory else []
     return kind(project_name, *folder, **init_kwargs.get(_name(one), {}))

@@ -23,7 +23,8 @@ class Windows:
     """Creates accumulation windows, and saves and restores incomplete ones.
 
     Attributes:
-        state: the gradient state that holds the windows, including the one for loops that do not call ``accumulate``.
+        state: the gradient state that contains the windows, including the one for loops that do not call
+            ``accumulate``.
     """
 
     strategy: Strategy
@@ -108,7 +109,7 @@ class Windows:
     def restore(self, own: Mapping[str, Any] | None, ranks: Sequence[Any]) -> list[str]:
         """Restore windows from the results of :meth:`gather`. Every rank must call this.
 
-        ``own`` is this rank's result, or None if the saved run had a different number of ranks. ``ranks`` holds the
+        ``own`` is this rank's result, or None if the saved run had a different number of ranks. ``ranks`` contains the
         results of all ranks of the saved run.
 
         Returns:
@@ -125,7 +126,7 @@ class Windows:
                 placements[index].strategy.load_window_gradients(placements[index].module, gradients)
         derived = []
         if lost:
-            derived.append("the accumulation window, which starts over without its micro-batches")
+            derived.append("the accumulation window, which restarts without its micro-batches")
         elif found and not exact:
             derived.append("the gradients of the incomplete window (the mean over the saved ranks)")
         return derived
@@ -191,7 +192,7 @@ def _items(saved: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
 
 
 def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float) -> dict[int, dict[str, Any]]:
-    """Return gradients per rank whose mean across ranks (or sum, if items are counted) is that of the saved run."""
+    """Return per-rank gradients with the same mean as in the saved run (the same sum if items are counted)."""
     by_items = {
         index
         for entry in ranks[0]["windows"]

@@ -1,1 +1,1 @@
-"""Support for big models: device maps, offloaded weights, and loading weight files of other tools."""
+"""Support for big models: device maps, offloaded weights, and loading other tools' weight files."""

@@ -1,8 +1,8 @@
 """Deferred weights: parameters on the meta device whose values are read only after the module has been sharded.
 
 If a strategy shards a module, ``configure_model`` runs before sharding. Loading a weight into a parameter on the meta
-device then only attaches a note with the path of its file; names and shapes are checked immediately. After
-the module has been sharded, each process reads its own shards, so no process ever holds all weights.
+device then only attaches a note with the path of the weight's file; names and shapes are checked immediately. After the
+module has been sharded, each process reads its own shards, so no process ever holds all weights.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .empty_init import put
 from .weight_files import Pages, mapped_tensors
 
 _NOTE = "_paceline_note"
-#: The model's attribute that holds the names of its deferred parameters.
+#: The model's attribute that contains the names of its deferred parameters.
 _NAMES = "_paceline_noted"
 _noting: ContextVar[bool] = ContextVar("noting", default=False)
 
 
 class Note(NamedTuple):
-    """Says where a parameter's values are stored.
+    """Records where a parameter's values are stored.
 
     Attributes:
         file: the weight file.
@@ -82,7 +82,7 @@ def is_to_be_noted(own: Tensor) -> bool:
 
 
 def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtype: torch.dtype) -> None:
-    """Attach a note that says where the values of a parameter on the meta device are.
+    """Attach a note that says where the values of a parameter on the meta device are stored.
 
     ``names`` are the parameter's names in the model. The parameter stays the same object but gets the given dtype.
     """
@@ -94,8 +94,8 @@ def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtyp
 def _attach(own: Tensor, note: Note) -> None:
     """Attach a note to a parameter so that copies of the parameter keep the note.
 
-    The parameter must stay the same object, because tied layers, optimizers and the user may hold it, so its class is
-    changed in place. ``torch.utils.swap_tensors`` does the same, but rejects parameters that have weak references.
+    The parameter must stay the same object, because tied layers, optimizers and the user may reference it, so its class
+    is changed in place. ``torch.utils.swap_tensors`` does the same, but rejects parameters that have weak references.
     """
     vars(own)[_NOTE] = (note, change_count(own))
     if type(own) is nn.Parameter:
@@ -118,7 +118,7 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
 
 
 def _check_replaced(module: nn.Module) -> None:
-    """Raise if a loaded parameter was replaced by a new one on the meta device (by resizing, for example)."""
+    """Raise an error if a loaded parameter was replaced with a new one on the meta device (by resizing it, say)."""
     for place, part in module.named_modules():
         names = vars(part).pop(_NAMES, ())
         own = dict(part.named_parameters(remove_duplicate=False)) if names else {}
@@ -131,7 +131,7 @@ def _lost(name: str, what: str) -> str:
     return (
         f"{name} was loaded from a file and then {what}, but it has no memory yet. Under a strategy that shards, the "
         "file is read after configure_model, so the change would be lost. Change it before load_checkpoint_in_model, "
-        "or create the model without init_empty_weights, so that each process temporarily holds the full model."
+        "or create the model without init_empty_weights; each process then temporarily holds the full model."
     )
 
 
@@ -192,7 +192,7 @@ class Waiting:
         self.notes = {}
 
     def check(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
-        """Raise on every process if a tensor lacks values on any process.
+        """Raise an error on every process if a tensor lacks values on any process.
 
         ``gather`` returns the values that all processes pass to it.
 
@@ -230,7 +230,7 @@ def _read_file(file: Path, wanted: Mapping[str, Mapping[int, tuple[Tensor, Note]
             pages = pages or Pages()
             sharded_loading.fill(own, value, note.dtype, pages)
     if left:
-        raise _changed(file, f"{', '.join(sorted(left)[:5])} is no longer in it")
+        raise _changed(file, f"{', '.join(sorted(left)[:5])} is no longer in the file")
 
 
 def _changed(file: Path, what: str) -> ValueError:

@@ -33,7 +33,7 @@ def main_device_of(device_map: Mapping[str, Any]) -> Any:
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device for a module or tensor: its own entry, else that of the nearest enclosing module, else None."""
+    """Return the device of a module or tensor: from its own entry or the nearest enclosing module's, else None."""
     while True:
         if name in device_map:
             return device_map[name]
@@ -55,7 +55,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def check_coverage(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a map, perhaps for another machine, covers every tensor of a model and nothing else.
+    """Check that a map, which may be for another machine, covers every tensor of a model and nothing else.
 
     Raises:
         ValueError: a tensor is missing, or a name is unknown.
@@ -65,13 +65,16 @@ def check_coverage(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     odd = [name for name in device_map if name not in known and name not in tensors]
     if odd:
         near = messages.did_you_mean(odd[0], [*known, *tensors])
-        raise ValueError(f"device_map has an entry for {odd[0]!r}, which is not in {type(model).__name__}.{near}")
+        raise ValueError(
+            f"device_map has an entry for {odd[0]!r}, which is not in {type(model).__name__}.{near} "
+            "Remove or rename it."
+        )
     missing = [name for name in tensors if device_of(name, device_map) is None]
     if missing:
         raise ValueError(
             f"device_map does not cover {len(missing)} of the {len(tensors)} tensors in {type(model).__name__}: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add entries for them or their modules, "
-            "or '' for all others."
+            "or an entry '' for all others."
         )
 
 

@@ -48,7 +48,7 @@ def dispatch_model(
 ) -> nn.Module:
     """Move the parts of a model to the devices in a map, and make the model run on them. Returns the same object.
 
-    A part in host memory or on disk is copied to the main device when it runs and freed afterwards, while the next part
+    A part in host memory or on disk is copied to the main device when it runs and freed afterward, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
     copy. Outputs are bit-identical to running the model on one device, as long as modules only call each other. A
     module that reads another module's weight directly gets the stored values. On the CPU, computing with stored values
@@ -61,7 +61,7 @@ def dispatch_model(
         device_map: device (a number, ``"cpu"``, ``"disk"``) by module or tensor name; ``""`` means all others.
         main_device: device on which offloaded parts run; None means the first accelerator in the map, or else the CPU.
         state_dict: values of offloaded parts, if they are not in the model.
-        offload_dir: folder for values with device ``"disk"`` that no safetensors file contains in the right dtype.
+        offload_dir: folder for weights with device ``"disk"`` that no safetensors file contains in the right dtype.
         offload_index: index of that folder (or of safetensors files), if it already exists.
         offload_buffers: whether to offload buffers too.
         skip_keys: keyword arguments that are not moved to a part's device.
@@ -215,7 +215,7 @@ def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, in
     if folder is None:
         why = f" (its file has {value.dtype})" if in_file else ""
         raise ValueError(
-            f"device_map puts {name!r} on disk as {dtype}{why}, but no folder to write it to was given. Pass "
+            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
             "offload_dir=... (offload_folder=... in load_checkpoint_and_dispatch and from_pretrained), a folder with "
             "enough space for the weights."
         )
@@ -232,7 +232,7 @@ def check_filled(model: nn.Module) -> None:
     empty = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if empty:
         raise RuntimeError(
-            f"{len(empty)} tensors of {type(model).__name__} have no values: {', '.join(empty[:5])}"
+            f"{type(model).__name__} has no values for {len(empty)} of its tensors: {', '.join(empty[:5])}"
             f"{', ...' if len(empty) > 5 else ''}. Load weights that include them. Buffers that the model computes "
             "itself need real memory (init_empty_weights(include_buffers=False))."
         )

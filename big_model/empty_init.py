@@ -17,7 +17,7 @@ from ..torch_private import own_buffers, own_parameters
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Context manager in which new parameters are on the meta device: they have shapes, but use no memory or time.
+    """Context manager in which new parameters are on the meta device, so that creating them takes no memory or time.
 
     Args:
         include_buffers: whether to create buffers on the meta device too; None uses the environment variable
@@ -87,7 +87,7 @@ def give(model: nn.Module, names: Iterable[str], old: Tensor, values: Tensor) ->
 
 
 class no_initial_values(TorchFunctionMode):  # noqa: N801 - a context
-    """Context manager under which the functions of ``torch.nn.init`` leave tensors unchanged."""
+    """Context manager in which the functions of ``torch.nn.init`` leave tensors unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -101,16 +101,16 @@ def plan_device_map(
 ) -> DevicePlan:
     """Choose a device for each part of a model, and print the plan as a table; nothing is moved.
 
-    Devices are filled in order: accelerators, host memory, disk. A part that does not fit is split if that is allowed.
-    Later parts go to the same device or a later one, so that data passes through each device once. If the model does
-    not fit on the main device, enough space is kept free there to fetch the largest offloaded part.
+    Devices are filled in order: accelerators, host memory, disk. A part that does not fit is split if allowed. Later
+    parts go to the same device or a later one, so that data passes through each device once. If the model does not fit
+    on the main device, enough space is kept free there to fetch the largest offloaded part.
 
     Args:
         model: the model; it may be on the meta device.
         device_map: ``"auto"`` or ``"balanced"`` spreads the model evenly across the accelerators; ``"balanced_low_0"``
             leaves space on the first accelerator; ``"sequential"`` fills one accelerator after another.
         max_memory: limit for weights on each device, in bytes or as a string such as ``"20GiB"``, keyed by accelerator
-            number, ``"cpu"`` or ``"disk"``. Devices without an entry are not used, except the disk. None means 90 % of
+            number, ``"cpu"`` or ``"disk"``. Devices without an entry are not used, except the disk. None means 90% of
             free memory.
         no_split_module_classes: one or more classes, or their names, whose instances are not split. None means the
             classes that the model names (``_no_split_modules``), or else the blocks that repeat in its containers.
@@ -125,7 +125,7 @@ def plan_device_map(
             must run on it.
     """
     if device_map not in WORDS:
-        more = f", or a dict of module names to devices, such as {{'': {device_map!r}}} for all"
+        more = f", or a dict that maps module names to devices, such as {{'': {device_map!r}}} for all"
         raise ValueError(messages.unknown("device_map", device_map, WORDS, more))
     limits = get_max_memory(max_memory)
     atoms = _atoms(model, no_split_module_classes)
@@ -163,8 +163,9 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     """Return the maximum bytes of weights for each device: accelerators first, then ``"cpu"`` and ``"disk"``.
 
     Args:
-        max_memory: limits by device; None means 90 % of the free memory on each. Sizes given as strings are replaced
-            by numbers in this dict too, because libraries compare the limits in their own dict with the result.
+        max_memory: limits by device; None means 90% of the free memory on each device. Sizes given as strings are
+            replaced with numbers in this dict too, because libraries compare the limits in their own dict with the
+            result.
 
     Raises:
         ValueError: a device or size is unknown.
@@ -215,7 +216,7 @@ def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> lis
 
 
 class _Item(NamedTuple):
-    """A part that has no device yet: a module with everything in it, or a single tensor in a module."""
+    """A part that has no device yet: a module with all its contents, or a single tensor in a module."""
 
     name: str
     module: nn.Module | Tensor
@@ -301,7 +302,7 @@ class _Placer:
         if size <= limit:
             raise ValueError(
                 f"max_memory={{{self.main!r}: {int(limit)}}} is too small, because the buffers of offloaded parts stay "
-                f"there and need {messages.size(buffers)}, plus {messages.size(size)} for fetching. Pass "
+                f"on that device and need {messages.size(buffers)}, plus {messages.size(size)} for fetching. Pass "
                 "offload_buffers=True, or a higher limit."
             )
         raise ValueError(

@@ -55,7 +55,7 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: the model, usually created inside :func:`init_empty_weights`.
-        checkpoint: a ``.safetensors`` file, a file that torch saved, an index, or a folder with one of these.
+        checkpoint: a ``.safetensors`` file, a file written by ``torch.save``, an index, or a folder with one of these.
         device_map: a name that :func:`plan_device_map` accepts, or a map for :func:`dispatch_model`. None leaves all
             weights on their devices and moves weights on the meta device to the CPU.
         max_memory: see :func:`plan_device_map`.
@@ -116,7 +116,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _tell_reading(where: str, offload_state_dict: bool | None, full_state_dict: bool, broadcast: bool) -> None:
-    """Say once that files are read in one way only."""
+    """Report once that the arguments do not change how the files are read."""
     messages.ignored(
         where,
         "each process reads its own weights from the files, one chunk at a time",
@@ -127,7 +127,7 @@ def _tell_reading(where: str, offload_state_dict: bool | None, full_state_dict: 
 
 
 def _dtypes_on_meta(model: nn.Module, checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
-    """Return the dtype that each tensor on the meta device will get: that of the first file with the tensor."""
+    """Return the dtype that each tensor on the meta device will get: its dtype in the first file that contains it."""
     empty = {name for name, tensor in named_tensors(model) if tensor.is_meta}
     found: dict[str, torch.dtype] = {}
     for file in weight_files(Path(checkpoint)) if empty else ():
@@ -157,7 +157,7 @@ def load_checkpoint_in_model(
     """Load a model's parameters and buffers from files, each directly to its device and dtype.
 
     Files are mapped into memory and copied chunk by chunk, so at most one chunk is in memory in addition to the model.
-    A tensor on ``"disk"`` is not copied at all, but stays mapped from its file. Code that a file refers to is never
+    A tensor on ``"disk"`` is not copied at all, but stays mapped from its file. Code that a file references is never
     run.
 
     If a strategy shards the model (``"fsdp"``, tensor parallel), no process holds all weights. If parameters are
@@ -284,8 +284,8 @@ class _Filler:
             return value
         if self.folder is None:
             raise ValueError(
-                f"{name!r} should be on disk as {dtype}, but its file stores {value.dtype}, and no folder for the "
-                f"converted values was given. Pass offload_folder=..., or dtype={value.dtype}."
+                f"{name!r} should be on disk as {dtype}, but its file stores {value.dtype}, and there is no folder "
+                f"for the converted values. Pass offload_folder=..., or dtype={value.dtype}."
             )
         offload_weight(value, name, self.folder, self._index, dtype)
         return load_offloaded_weight(Path(self.folder) / f"{name}.dat", self._index[name])

@@ -55,8 +55,8 @@ class Materializer:
         empty = sum(len(_own_tensors(owner)) for owner in root.modules()) - len(self._given)
         if empty:
             messages.info_once(
-                f"{empty} tensors of {type(root).__name__} were created without values, so their layers initialize "
-                "them. To load them from files instead, call load_checkpoint_in_model."
+                f"{type(root).__name__} has tensors that were created without values ({empty}), so their layers "
+                "initialize them. To load them from files instead, call load_checkpoint_in_model."
             )
         self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
@@ -73,7 +73,7 @@ class Materializer:
 
     @torch.no_grad()
     def fill(self, name: str, module: nn.Module) -> None:
-        """Allocate and fill those of ``module``'s own tensors that have no values."""
+        """Allocate and fill the module's own tensors that have no values."""
         own = _own_tensors(module)
         empty = {key for key, value in own if value.is_meta and (id(module), key) not in self._given}
         if not empty:

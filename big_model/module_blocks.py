@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-#: Containers that only hold modules and cannot be called.
+#: Containers, which only store modules and cannot be called.
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -28,7 +28,7 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks by name: modules in containers, if containers hold at least two modules of the same class.
+    """Return the blocks by name: modules in containers, if at least two of these modules have the same class.
 
     Modules inside a block belong to that block, even if they repeat there (such as experts).
     """

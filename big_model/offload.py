@@ -80,7 +80,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Map into memory a tensor that :func:`offload_weight` wrote to a file.
+    """Memory-map a tensor from the file that :func:`offload_weight` wrote.
 
     Raises:
         ValueError: the file's size does not match the index.

@@ -97,7 +97,7 @@ class _OffloadedTensor:
             self._pages.give_back(self.home, around=True)
 
     def release(self) -> None:
-        """Make the tensor usable without :meth:`enter`: if it is mapped from a file, replace it by a copy in memory."""
+        """Make the tensor usable without :meth:`enter`: replace a tensor mapped from a file with a copy in memory."""
         if self.mapped and self.copied and _same_memory(self.tensor.data, self.home):
             self.tensor.data = self.home.clone(memory_format=torch.contiguous_format)
 
@@ -107,7 +107,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class Part:
-    """Tensors that are fetched and freed together: those of a block, or of a layer outside blocks.
+    """The tensors of a block, or of a layer outside blocks, which are fetched and freed together.
 
     ``fetcher`` is shared by all parts of a model.
     """
@@ -120,7 +120,7 @@ class Part:
         self._depth = 0
 
     def enter(self) -> None:
-        """Fetch the tensors, and start prefetching the part that ran after this one last time."""
+        """Fetch the tensors, and start prefetching the part that ran after this one in the previous run."""
         if not self._depth:
             try:
                 for tensor, fetched in zip(self._tensors, self._fetcher.take(self), strict=True):

@@ -1,4 +1,4 @@
-"""Linear layers with 8- and 4-bit weights, through bitsandbytes: creating, recognizing, saving and loading them."""
+"""Creates, recognizes, saves and loads bitsandbytes linear layers, whose weights have 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PREPARED = "_paceline_prepared"
 
 @dataclass(frozen=True)
 class Quantization:
-    """How linear layers are quantized.
+    """Settings for quantizing linear layers.
 
     Attributes:
         kind: the format of the weights.
         double: whether to quantize the scales of 4-bit weights too.
-        dtype: the dtype in which 4-bit layers multiply.
-        threshold: 8-bit layers multiply inputs that exceed it in 16 bits; 0 for none.
+        dtype: the dtype in which 4-bit layers compute.
+        threshold: inputs above this value are multiplied in 16 bits (8-bit layers only); 0 means no threshold.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class Quantization:
 
 
 def require_bitsandbytes(who: str) -> None:
-    """Raise a ModuleNotFoundError if bitsandbytes is not installed; ``who`` needs it."""
+    """Raise a ModuleNotFoundError if bitsandbytes is not installed; ``who`` names the caller."""
     if not messages.is_installed("bitsandbytes"):
         raise ModuleNotFoundError(messages.missing(who, "bitsandbytes"), name="bitsandbytes")
 
@@ -47,7 +47,7 @@ def _bitsandbytes() -> Any:
 
 
 def quantized_layers(module: nn.Module) -> dict[str, Any]:
-    """Return the linear layers of bitsandbytes in a module, by name."""
+    """Return a module's bitsandbytes linear layers, by name."""
     if "bitsandbytes" not in sys.modules:
         return {}
     kinds = _bitsandbytes().Linear4bit, _bitsandbytes().Linear8bitLt
@@ -55,7 +55,7 @@ def quantized_layers(module: nn.Module) -> dict[str, Any]:
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Return True if a parameter holds quantized values, which cannot be trained."""
+    """Return True if a parameter contains quantized values, which cannot be trained."""
     if "bitsandbytes" not in sys.modules:
         return False
     kept: Any = parameter
@@ -68,7 +68,7 @@ def plain_layers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn
     """Return the linear layers in a module that can be quantized, by name.
 
     Instances of subclasses, which may compute something else, and layers that share their weight are left out.
-    ``ignored`` has names, parts of names between dots, or sequences of such parts.
+    ``ignored`` contains full names, or consecutive dot-separated parts of names.
     """
     owners: dict[int, int] = {}
     for one in module.modules():
@@ -86,11 +86,11 @@ def plain_layers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn
 def replace_layers(
     module: nn.Module, layers: Mapping[str, nn.Linear], how: Quantization, device: torch.device | None = None
 ) -> None:
-    """Replace linear layers of a module by quantized ones, which are frozen, one after the other.
+    """Replace linear layers of a module with quantized ones, one by one, and freeze them (except ``"int8-training"``).
 
-    Layers on the meta device stay without values. The others move to ``device``, or stay on theirs if it is None.
+    Layers on the meta device still have no values. The others move to ``device``; None leaves them where they are.
     """
-    chosen, made = set(layers.values()), {}  # a layer may be in several places
+    chosen, made = set(layers.values()), {}  # the same layer may have several names
     for name, child in list(module.named_modules(remove_duplicate=False)):
         if child in chosen:
             place, _, last = name.rpartition(".")
@@ -124,11 +124,11 @@ def quantized_layer(linear: nn.Linear, how: Quantization, device: torch.device |
 
 
 def prepare_quantized(module: nn.Module) -> None:
-    """Let the quantized layers in a module load every state that fits them.
+    """Make the quantized layers in a module load every state that fits them.
 
-    They then load their own states, also after a forward pass, and the weights of plain linear layers, which they
-    quantize. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation; this is
-    turned off, because training and resumed runs need the weights as they are.
+    They then load their own states, even after a forward pass, and the weights of plain linear layers, which they
+    quantize. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This is
+    turned off, because training and resumed runs need unchanged weights.
     """
     for layer in quantized_layers(module).values():
         if _PREPARED in vars(layer):
@@ -157,12 +157,12 @@ def load_weight(layer: Any, values: Mapping[str, Tensor], device: torch.device) 
     """Set a quantized layer's weight on a device.
 
     Args:
-        layer: the layer, of any kind but ``"int8-training"``.
+        layer: the layer, of any kind except ``"int8-training"``.
         values: tensors of the layer's own ``state_dict``, or a floating-point ``weight``, which is quantized.
-        device: where the weight lives afterwards.
+        device: device to put the weight on.
 
     Raises:
-        ValueError: the values are of another kind or size.
+        ValueError: the values have a different format or shape.
     """
     from bitsandbytes.functional import QuantState, int8_vectorwise_quant, quantize_4bit
 
@@ -193,13 +193,13 @@ def load_weight(layer: Any, values: Mapping[str, Tensor], device: torch.device) 
 
 
 def _holds_floats(layer: Any) -> bool:
-    """Return True for the kind ``"int8-training"``."""
+    """Return True if a layer is of the kind ``"int8-training"``, which stores floating-point weights."""
     return not hasattr(layer, "quant_state") and layer.state.has_fp16_weights
 
 
 def _check(found: tuple[tuple[int, ...], str], shape: tuple[int, int], kind: str) -> None:
     if found[1] not in (kind, "float32", "float16", "bfloat16", "float64"):
-        raise ValueError(f"the weight to load is {found[1]}, but the layer is {kind}")
+        raise ValueError(f"the weight to load has the format {found[1]}, but the layer has {kind}")
     if found[0] != shape:
         raise ValueError(f"the weight to load has shape {found[0]}, but the layer has {shape}")
 
@@ -227,7 +227,7 @@ def _set_8bit(layer: Any, data: Tensor, scale: Tensor) -> None:
 
 
 def _load(layer: Any, state: dict[str, Any], prefix: str, *more: Any) -> None:
-    """Called before torch loads the layer's own tensors; the weight in ``state`` becomes the one that was set here."""
+    """Load a layer's weight from ``state`` and put it back there, before torch loads the layer's own tensors."""
     if f"{prefix}weight" not in state:
         return
     quantized = [name for name in state if name.startswith((f"{prefix}weight.", f"{prefix}SCB"))]
@@ -240,18 +240,18 @@ def _load(layer: Any, state: dict[str, Any], prefix: str, *more: Any) -> None:
         else:
             load_weight(layer, values, weight.device if layer.weight.is_meta else layer.weight.device)
     except ValueError as error:
-        raise ValueError(f"{prefix}weight: {error}. Use the precision that it was saved with.") from error
+        raise ValueError(f"{prefix}weight: {error}. Use the precision that the weight was saved with.") from error
     if not floats:
         state[f"{prefix}weight"] = layer.weight
 
 
 def _before_evaluation(layer: Any, inputs: Any) -> None:
-    """Drop the rounded weight of the last training step, which bitsandbytes would use again in an evaluation."""
+    """Drop the rounded weight of the last training step, which bitsandbytes would reuse in an evaluation."""
     if layer.training:
         return
     if layer.weight.device.type == "cpu":
         raise RuntimeError(
-            "bitsandbytes cannot evaluate 'int8-training' layers on a CPU; it only trains them there. Use a CUDA GPU, "
-            "leave out the validation, or use another precision."
+            "bitsandbytes cannot evaluate 'int8-training' layers on a CPU; it can only train them there. Use a CUDA "
+            "GPU, turn off validation, or use another precision."
         )
     layer.state.reset_grads()

@@ -139,7 +139,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def together(model: nn.Module) -> Iterator[None]:
-    """Context manager that, if one process raises an error, raises it on all processes that share the sharded model."""
+    """Context manager that raises an error on all processes that share the sharded model if one of them fails."""
     meshes: list[DeviceMesh] = []
     for tensor in (*model.parameters(), *model.buffers()):
         if in_parts(tensor) and tensor.device_mesh not in meshes:  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
 
 
 def all_or_none(work: Callable[[], None], gather: Callable[[Any], list[Any]]) -> None:
-    """Call ``work`` on this process. If it fails on any process, raise on all of them, so that none waits forever.
+    """Call ``work``. If it fails on any process, raise an error on all of them, so that no process waits forever.
 
     ``gather`` returns the values that all processes pass to it.
     """

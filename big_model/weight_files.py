@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import messages
 
-#: Names of files that hold all of a model's weights; the first one that exists in the folder is used.
+#: Names of files that contain all of a model's weights; the first one that exists in the folder is used.
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 #: Constants from Linux's <sys/mman.h>; the last one needs Linux 5.14.
@@ -31,7 +31,7 @@ _AROUND = 2 * 2**20
 #: Number of bytes to copy before freeing the pages that they came from.
 _CHUNK = 16 * 2**20
 #: Address alignment for bit-identical matrix products. CPU kernels sum in a different order if a matrix does not begin
-#: at such a boundary (seen with oneMKL for float32 and float64). Torch aligns its own memory in the same way.
+#: at such a boundary (observed with oneMKL for float32 and float64). Torch aligns its own memory in the same way.
 ALIGNMENT = 64
 
 
@@ -65,7 +65,7 @@ def weight_files(path: Path) -> list[Path]:
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"The index {str(path)!r} lists {len(names)} files, but {len(missing)} of them could not be found: "
+            f"The index {str(path)!r} lists files that do not exist ({len(missing)} of {len(names)}): "
             f"{', '.join(map(str, missing[:5]))}. Copy the missing files to the index's folder."
         )
     return [path.parent / name for name in names]
@@ -180,7 +180,8 @@ def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> None:
     """Copy a tensor from a mapped file to a target on any device and in any dtype; free the pages that were read.
 
-    ``pages`` describes the mapped files. Pass the same object when you copy many tensors; None looks the files up.
+    ``pages`` describes the mapped files. Pass the same object when you copy many tensors; if it is None, the files are
+    looked up.
     """
     if not (source.is_contiguous() and target.is_contiguous()) or source.numel() == 0:
         target.copy_(source)
@@ -205,7 +206,7 @@ class Pages:
         self._ranges = _mapped_ranges()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return True if a tensor lies entirely in a mapped file."""
+        """Return True if a tensor is entirely in a mapped file."""
         return self._range_of(tensor) is not None
 
     def _range_of(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -255,9 +256,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def _is_as_in_file(start: int, end: int) -> bool:
     """Return True if none of these pages has been written to since the file was mapped.
 
-    Writing to a page makes a private copy of it. This asks the operating system, because torch does not notice every
-    change: writing through ``.data`` or NumPy, or updating batch statistics, does not change a tensor's version.
-    Returns False if the system gives no answer.
+    Writing to a page makes a private copy of it. This function queries the operating system, because torch does not
+    notice every change: writing through ``.data`` or NumPy, or updating batch statistics, does not change a tensor's
+    version. It returns False if the query fails.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:

@@ -104,7 +104,7 @@ class Callback:
     """Base class of all callbacks. Define the hooks you need and pass an instance to ``Trainer(callbacks=)``.
 
     A hook that you do not define costs nothing, because the trainer looks for it only once, when a run starts. A hook
-    counts as defined if your class or the instance has it; an instance attribute of ``None`` means "not defined". A
+    counts as defined if your class or the instance defines it; an instance attribute of ``None`` means "not defined". A
     misspelled hook name or a wrong signature is an error when the run starts.
 
     Unless its docstring says otherwise, a hook runs on every rank, may read everything, may set
@@ -123,10 +123,10 @@ class Callback:
     """Whether this callback's ``on_train_batch_end`` and ``on_validation_end`` run after the module's."""
 
     limits_training: bool = False
-    """Whether this callback stops training by itself, so that neither ``max_epochs`` nor ``max_steps`` is needed."""
+    """Whether this callback ends training, so that neither ``max_epochs`` nor ``max_steps`` is needed."""
 
     skips_together: bool = False
-    """Whether :meth:`around_training_step` of this callback checks each loss and skips a batch on all ranks or on none.
+    """Whether this callback's :meth:`around_training_step` checks each loss and skips a batch on all ranks or none.
 
     If so, ``training_step`` may return None on some ranks, and no other check warns about a loss that is not finite.
     """
@@ -134,7 +134,7 @@ class Callback:
     _logs_in: TrainingModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a number, as the module can in the same hook. Takes the arguments of ``TrainingModule.log``."""
+        """Log a number from a hook. Takes the arguments of ``TrainingModule.log`` and follows the same rules."""
         self._logging_module(name).log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -151,7 +151,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Key of this callback's state in a checkpoint. It must be unique within a run."""
+        """The key under which a checkpoint stores this callback's state. It must be unique within a run."""
         return type(self).__qualname__
 
     def _generate_state_key(self, **kwargs: Any) -> str:
@@ -191,7 +191,7 @@ class Callback:
         """Called once per fit, after ``on_train_end``; not after an exception."""
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the few validation batches that run before training. Random states are restored afterwards."""
+        """Called before the few validation batches that run before training. Random states are restored afterward."""
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the sanity check. The values logged during the check are then discarded."""
@@ -206,7 +206,7 @@ class Callback:
         """Called at the start of each epoch, before its first batch is fetched. May change optimizers and loaders."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after each epoch's last batch (and its validation). ``callback_metrics`` has the epoch's metrics."""
+        """Called after each epoch's last batch (and validation). ``callback_metrics`` contains the epoch's metrics."""
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int
@@ -246,7 +246,7 @@ class Callback:
         Gradients are fully accumulated, unscaled and averaged across ranks. Read or change gradients here, for example
         to log norms or add noise. With a sharded model, each rank sees its own shard. If automatic optimization steps
         several optimizers, ``optimizer`` represents all of them and lists them in ``optimizer.optimizers``. The same
-        holds for :meth:`on_before_zero_grad`.
+        applies to :meth:`on_before_zero_grad`.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
@@ -351,9 +351,9 @@ class Callback:
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
         """Return a function that the trainer calls instead of ``step``. Called once, when training starts.
 
-        The returned function gets ``(batch, batch_idx)`` and runs before the backward pass. It may call ``step``, read
-        its output and return a different one; with automatic optimization, returning None skips the batch. It must not
-        call backward. This hook is not supported with ``Trainer(compile="step")``, which compiles the step into a
+        The returned function receives ``(batch, batch_idx)`` and runs before the backward pass. It may call ``step``,
+        read its output and return a different one; with automatic optimization, returning None skips the batch. It must
+        not call backward. This hook is not supported with ``Trainer(compile="step")``, which compiles the step into a
         single graph.
         """
         return step
@@ -374,7 +374,7 @@ class Callback:
         return None
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """Called on all ranks when the signal ``name`` ends a fit, unless an earlier callback has saved the step.
+        """Called on all ranks when the signal ``name`` ends a fit, unless another callback has already saved it.
 
         May save a checkpoint.
         """
@@ -415,13 +415,13 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
     """Return the method ``name`` if a subclass of ``base`` or the instance defines it, else None.
 
-    A value of None, on the class or on the instance, means "not overridden". The same holds for an instance attribute
-    that is a default method, of this object or of another one.
+    A value of None, on the class or on the instance, means "not overridden". The same applies to an instance attribute
+    that is a default method, whether of this object or of another.
 
     Args:
         owner: a callback, module, DataModule or any other object.
         name: name of the method.
-        base: the class with the default; None means all classes with ``_defines_defaults = True``.
+        base: the class that defines the default; None means all classes with ``_defines_defaults = True``.
     """
     method = getattr(owner, name, None)
     function = getattr(method, "__func__", method)

@@ -34,9 +34,9 @@ class Checkpoint(Callback):
     """Base class of callbacks that write checkpoints. They run last, so that they save other callbacks' changes.
 
     Attributes:
-        dirpath: the folder of the checkpoints, in which ``ckpt_path="last"`` looks for them; None means ``checkpoints``
-            in the run's folder.
-        filename: the name of the files; slashes in it mean sub-folders. None means a name without slashes.
+        dirpath: the checkpoint folder, which ``ckpt_path="last"`` searches; None means ``checkpoints`` in the run's
+            folder.
+        filename: the file name, in which a slash creates a subfolder; None means a name without slashes.
     """
 
     runs_last = True
@@ -50,9 +50,10 @@ class CheckpointKeeper(Checkpoint):
     :class:`ModelCheckpoint` describes the arguments and attributes. Subclasses decide when to save and then call
     :meth:`save` on every rank. A step that is already saved is not saved again.
 
-    Subclasses may override three methods with the names and arguments that they have in Lightning:
-    ``_monitor_candidates`` adds values to rank by, ``_save_checkpoint`` writes each file, on every rank and never in
-    the background, and ``_remove_checkpoint`` deletes a file, on rank 0 only.
+    Subclasses may override four methods with the names and arguments that they have in Lightning:
+    ``_monitor_candidates`` adds values to rank by, ``_update_best_and_save`` ranks and writes a file with a score, on
+    every rank, ``_save_checkpoint`` writes each file, on every rank, and ``_remove_checkpoint`` deletes a file, on rank
+    0 only. A file that one of these methods writes is never written in the background.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -103,6 +104,7 @@ class CheckpointKeeper(Checkpoint):
         self._loading: Trainer | None = None
         self._facts: dict[str, Any] = {}
         self._leftovers: list[str] = []
+        self._link_is_due = False
         self._forget_steps(alone=True)
 
     @property
@@ -122,8 +124,8 @@ class CheckpointKeeper(Checkpoint):
         files.folder = trainer.strategy.broadcast(self._folder(trainer))
         if self.save_last == "link" and storage.is_remote(files.folder):
             raise ValueError(
-                f"ModelCheckpoint(save_last='link') is only supported for local file paths, but dirpath is "
-                f"{files.folder!r}, where there are no symbolic links. Pass save_last=True for a complete file."
+                "ModelCheckpoint(save_last='link') is only supported for local file paths, but dirpath is "
+                f"{files.folder!r}, which does not support symbolic links. Pass save_last=True for a complete file."
             )
         files.mark, files.line = trainer.strategy.broadcast((files.mark or uuid.uuid4().hex, uuid.uuid4().hex))
         self._forget_steps(alone=trainer.world_size == 1)
@@ -160,7 +162,7 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Return False if nothing may be saved: with ``fast_dev_run``, in sanity checks and in the first batch."""
+        """Return False if nothing may be saved: with ``fast_dev_run``, in a sanity check or in the first batch."""
         begun = trainer.global_step > 0 or trainer.state.batches > 0
         return begun and not trainer.fast_dev_run and not trainer.sanity_checking
 
@@ -176,7 +178,8 @@ class CheckpointKeeper(Checkpoint):
         ranked = ranked and self.save_top_k != 0
         if not (ranked or self.save_last) or not self.may_save(trainer):
             return
-        values = self._values(trainer)
+        candidates = self._monitor_candidates(trainer)
+        values = self._values(trainer, candidates)
         if not scored:
             values.pop(self.monitor or "", None)
         score, step = values.get(self.monitor or ""), trainer.global_step
@@ -187,6 +190,11 @@ class CheckpointKeeper(Checkpoint):
         last = bool(self.save_last) and (late or gone is not None or self._last_step != step)
         if gone is not None or last:
             trainer.saver.wait()  # whether the previous save succeeded decides which files can be replaced
+            if gone is not None and score is not None and self._is_ranked_by_program():
+                last = self._rank_by_program(trainer, score, candidates, last)
+                gone = None
+                if not last:
+                    return
             path = None if gone is None else self._unused(trainer, values, self.filename, replaces=gone)
             self._write(trainer, values, path, gone, last, self.async_save if background else False)
         elif late:
@@ -194,16 +202,16 @@ class CheckpointKeeper(Checkpoint):
             self._tell(trainer, "")
 
     def save_after(self, trainer: Trainer, exception: BaseException) -> None:
-        """After an exception has ended the fit, save the current step in an unranked file and in ``last``.
+        """Save the current step in an unranked file and in ``last`` after an exception has ended the fit.
 
         A failed save only warns, so that it does not hide the exception.
         """
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
             return
-        self._alone = True  # the other processes may be at other points
+        self._alone = True  # the other processes may have reached different points
         step, what = trainer.global_step, type(exception).__name__
         try:
-            values = self._values(trainer)
+            values = self._values(trainer, self._monitor_candidates(trainer))
             path = self._unused(trainer, values, self.filename) if self._saved_step != step else None
             last = bool(self.save_last) and self._last_step != step
             if path is not None or last:
@@ -218,7 +226,7 @@ class CheckpointKeeper(Checkpoint):
         return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """When the signal ``name`` ends the fit, save the current step on all ranks, unless it is already saved.
+        """Save the current step on all ranks when the signal ``name`` ends the fit, unless the step is already saved.
 
         Without a monitor, the new file replaces the previous one as usual, and ``last`` is rewritten if it is kept.
         With a monitor, the file is not ranked, and it is deleted once the resumed run has saved again.
@@ -234,7 +242,7 @@ class CheckpointKeeper(Checkpoint):
             if self.save_last or (self.monitor is None and self.save_top_k):
                 self.save(trainer, ranked=self.monitor is None, background=False)
             elif self._saved_step != step:
-                values = self._values(trainer)
+                values = self._values(trainer, self._monitor_candidates(trainer))
                 self._write(trainer, values, self._unused(trainer, values, self.filename), None, False)
         except Exception as error:  # the signal ends the run in any case
             messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
@@ -242,8 +250,36 @@ class CheckpointKeeper(Checkpoint):
             path = self._saved_path if self._saved_step == step else self.last_model_path
             messages.info(f"{name} ends the fit after step {step}. The state was saved in {path!r}.")
 
+    def _is_ranked_by_program(self) -> bool:
+        own = overridden(self, "_update_best_and_save", CheckpointKeeper)
+        return own is not None and self.monitor is not None
+
+    def _rank_by_program(self, trainer: Trainer, score: Tensor, candidates: dict[str, Tensor], last: bool) -> bool:
+        """Call a subclass's ``_update_best_and_save``. Return True if ``last`` must still be written."""
+        self._link_is_due = last and self.save_last == "link"
+        try:
+            self._update_best_and_save(score, trainer, candidates)
+            return last and (self.save_last != "link" or self._link_is_due)
+        finally:
+            self._link_is_due = False
+
+    def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        """Rank and write a file with the score ``current``, and delete the file that it replaces.
+
+        Only a subclass's override is called, on every rank, if the file belongs in the ranking. The new file is on disk
+        when this method returns.
+        """
+        candidates = monitor_candidates if self.monitor is None else {**monitor_candidates, self.monitor: current}
+        values = self._values(trainer, candidates)
+        gone = self._giving_way(values[self.monitor or "epoch"])
+        if gone is None:  # the override passes a worse score
+            gone = [self.kth_best_model_path]
+        link, self._link_is_due = self._link_is_due, False
+        path = self._unused(trainer, values, self.filename, replaces=gone)
+        self._write(trainer, values, path, gone, link)
+
     def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
-        """Return the files that this step's file would replace in the ranking; None if it would not be ranked."""
+        """Return the files that this step's file would replace in the ranking; None if the step would not be ranked."""
         gone = self._giving_way(torch.tensor(math.nan) if score is None else score)
         if gone is None and self.verbose and score is not None:
             messages.info(f"Step {step}: {self.monitor!r} is {score:.6g}, not among the best {self.save_top_k}.")
@@ -285,7 +321,7 @@ class CheckpointKeeper(Checkpoint):
         return False, number if self.mode == "min" else -number
 
     def _rank(self) -> None:
-        """Update which of the kept files are the best and the worst."""
+        """Update the attributes that name the best and the worst of the kept files."""
         order = sorted(self.best_k_models, key=lambda path: self._badness(self.best_k_models[path]))
         best = order[0] if order and not torch.isnan(self.best_k_models[order[0]]) else ""
         worst = order[-1] if order and len(order) >= self.save_top_k else ""
@@ -323,7 +359,7 @@ class CheckpointKeeper(Checkpoint):
             self.last_model_path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=replaced)
             self._last_step = step
             if self.save_last == "link" and path is not None and gone is not None:
-                link = self.last_model_path  # written anew whenever the file that it shows leaves the ranking
+                link = self.last_model_path  # recreated whenever its target leaves the ranking
             else:
                 paths.append(self._meant(self.last_model_path, replaced))
         gives_way = [path] if path is not None and gone is None else []
@@ -354,18 +390,18 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
-        """Save with a subclass's own method, of the Trainer or of this callback, once per file."""
+        """Call a subclass's own save method (the Trainer's or this callback's) for each file."""
         for path in paths:
             self._save_checkpoint(trainer, path)
         if trainer.is_global_zero:
             after()
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Write one file."""
+        """Write one checkpoint file. Called on every rank."""
         trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
-        """Return ``path``, marked as one that must not exist yet unless it is one of the replaced files."""
+        """Return ``path``; mark it as a path that must not exist yet, unless it is one of the ``replaced`` files."""
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
     def _saved(self, trainer: Trainer, paths: Sequence[str], replaced: Iterable[str], link: str = "") -> None:
@@ -452,9 +488,8 @@ class CheckpointKeeper(Checkpoint):
             root = trainer.log_dir or root
         return storage.absolute(storage.join(root, "checkpoints"))
 
-    def _values(self, trainer: Trainer) -> dict[str, Tensor]:
+    def _values(self, trainer: Trainer, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return rank 0's values for ranking and file names, on the CPU. This waits for the device."""
-        logged = self._monitor_candidates(trainer)
         wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
         wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
         values = {
@@ -571,8 +606,8 @@ def _check_top_k(save_top_k: int, monitor: str | None) -> None:
         )
     if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
         raise ValueError(
-            f"ModelCheckpoint: save_top_k={save_top_k!r} is the number of files to keep and must be a non-negative "
-            "integer, or -1 to keep all files."
+            f"ModelCheckpoint: save_top_k={save_top_k!r} must be a non-negative integer (the number of files to "
+            "keep), or -1 to keep all files."
         )
     if monitor is None and save_top_k > 1:
         raise ValueError(

@@ -71,7 +71,7 @@ class DeviceStatsMonitor(Callback):
         return {**stats, **cpu_stats()} if cpu and _psutil() is not None else stats
 
     def _check_keys(self, stats: dict[str, float], device: torch.device) -> None:
-        """When the fit starts, report statistics that can never be logged."""
+        """Warn if there are no statistics to log; raise if ``filter_keys`` contains an unknown name."""
         if not stats:
             messages.warn(
                 f"DeviceStatsMonitor has nothing to report on device '{device}'. Run `pip install psutil` to log CPU "

@@ -88,8 +88,8 @@ class EarlyStopping(Callback):
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(
-                f"EarlyStopping: patience={patience!r} is the number of checks without improvement to allow and must "
-                "be a non-negative integer."
+                f"EarlyStopping: patience={patience!r} must be a non-negative integer (the number of checks without "
+                "improvement to allow)."
             )
         self.monitor = monitor
         self.min_delta = min_delta
@@ -111,7 +111,7 @@ class EarlyStopping(Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """The function that tells whether one value is better than another: ``torch.lt`` or ``torch.gt``."""
+        """The function that returns whether one value is better than another: ``torch.lt`` or ``torch.gt``."""
         return torch.lt if self.mode == "min" else torch.gt
 
     @property
@@ -175,7 +175,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason = reason
-            self.stopping_reason_message = text if stop else "Another process asked to stop."
+            self.stopping_reason_message = text if stop else "Another process requested the stop."
         if text and (self.verbose or trainer.should_stop):
             self._say(trainer, text)
 
@@ -189,7 +189,7 @@ class EarlyStopping(Callback):
         if self.strict and not may_come:
             raise ValueError(text)
         messages.warn_once(
-            f"{text} EarlyStopping checks nothing until {self.monitor!r} is logged.",
+            f"{text} EarlyStopping skips its checks until {self.monitor!r} is logged.",
             key=f"EarlyStopping {self.monitor}",
         )
         return None
@@ -222,7 +222,8 @@ class EarlyStopping(Callback):
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, None
         return EarlyStoppingReason.PATIENCE_EXHAUSTED, (
-            f"{name!r} did not improve on {self.best_score:.6g} in {self.wait_count} checks, so training stops."
+            f"{name!r} did not improve on {self.best_score:.6g} in {self.wait_count} "
+            f"check{'' if self.wait_count == 1 else 's'}, so training stops."
         )
 
     def _say(self, trainer: Trainer, text: str) -> None:
@@ -283,7 +284,11 @@ def never_logged(who: str, monitor: str, logged: Iterable[str], validates: bool 
     """
     logged = sorted(logged)
     there = f"Logged so far: {messages.names(logged, last='and')}." if logged else "Nothing has been logged so far."
-    fix = "" if validates else "This fit has no validation, so pass val_dataloaders if the metric is logged there. "
+    fix = (
+        ""
+        if validates
+        else "This fit has no validation. If the metric is logged during validation, pass val_dataloaders. "
+    )
     return (
         f"{who}(monitor={monitor!r}) has no value to monitor, because {monitor!r} was not logged."
         f"{messages.did_you_mean(monitor, logged)} {there} "

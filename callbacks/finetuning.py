@@ -124,15 +124,15 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Parameter]) -> list[Parameter]:
-        """Return the parameters that ``optimizer`` does not hold yet; warn about the others."""
+        """Return the parameters that ``optimizer`` does not contain yet; warn about the others."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         params = list(params)
         new = [p for p in params if id(p) not in held]
         if len(new) < len(params):
             messages.warn(
-                f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are already in the optimizer and "
-                "stay in their groups. Give the optimizer only the parameters that are trainable from the start: [p "
-                "for p in self.parameters() if p.requires_grad]."
+                f"The optimizer already contains {len(params) - len(new)} of the {len(params)} parameters to "
+                "unfreeze, which stay in their groups. Pass the optimizer only the parameters that are trainable "
+                "from the start: [p for p in self.parameters() if p.requires_grad]."
             )
         return new
 
@@ -148,10 +148,11 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: a module or a nested iterable of modules.
-            optimizer: the optimizer. Frozen parameters that it already holds cause a warning and are not added again.
+            optimizer: the optimizer. Frozen parameters that it already contains cause a warning and are not added
+                again.
             lr: the new group's learning rate; None means the first group's rate divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
-            train_bn: unfreeze BatchNorm layers too; if False, they stay as they are.
+            train_bn: unfreeze BatchNorm layers too; if False, leave them unchanged.
         """
         trained = {id(p) for p in BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)}
         for module in BaseFinetuning.flatten_modules(modules):
@@ -163,7 +164,7 @@ class BaseFinetuning(Callback):
         if params:
             rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
             for parameter in params:
-                parameter.grad = None  # left from earlier weights, because no optimizer has cleared it
+                parameter.grad = None  # stale, because no optimizer has cleared it
             optimizer.add_param_group({"params": params, "lr": rate})
 
     # ---- the run -----------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class BaseFinetuning(Callback):
             self._restored = {}
 
     def _restore(self, trainer: Trainer, pl_module: TrainingModule, state: dict[str, Any]) -> None:
-        """Restore frozen layers and parameter groups. The optimizers' own state is loaded afterwards."""
+        """Restore frozen layers and parameter groups. The optimizers' own state is loaded afterward."""
         parameters = dict(pl_module.named_parameters())
         added = state["added"]
         self._check_restored(type(pl_module).__name__, len(trainer.optimizers), parameters, added)
@@ -201,15 +202,16 @@ class BaseFinetuning(Callback):
     def _check_restored(self, module: str, optimizers: int, parameters: Any, added: list[list[list[str]]]) -> None:
         if len(added) != optimizers:
             raise RuntimeError(
-                f"The checkpoint's {type(self).__name__} was used with {len(added)} optimizers, but "
-                f"{module}.configure_optimizers returned {optimizers}. Resume with the module that the checkpoint was "
-                "saved from."
+                f"The checkpoint's {type(self).__name__} was saved with a different number of optimizers "
+                f"({len(added)}) than {module}.configure_optimizers returned ({optimizers}). Resume with the module "
+                "that the checkpoint was saved from."
             )
         missing = [name for groups in added for names in groups for name in names if name not in parameters]
         if missing:
             raise RuntimeError(
-                f"The checkpoint's {type(self).__name__} added {len(missing)} parameters that {module} does not have "
-                f"({messages.names(missing[:3], 'and')}). Resume with the module that the checkpoint was saved from."
+                f"The checkpoint's {type(self).__name__} added parameters that {module} does not have ({len(missing)} "
+                f"in total, such as {messages.names(missing[:3], 'and')}). Resume with the module that the checkpoint "
+                "was saved from."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -293,7 +295,7 @@ def double(epoch: int) -> float:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to the other layers' rate.
+    """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to match the other layers'.
 
     The module needs a ``backbone`` attribute, an ``nn.Module`` created in ``__init__``, and optimizers for the
     parameters that are trainable from the start. The backbone is added to the first optimizer.
@@ -365,7 +367,7 @@ class BackboneFinetuning(BaseFinetuning):
         super()._forget()
         self.previous_backbone_lr: float | None = None
         self._optimizers: list[Optimizer] = []
-        self._groups: dict[int, int | None] = {}  # where the backbone is: by optimizer, the index of the group
+        self._groups: dict[int, int | None] = {}  # by optimizer, the index of the backbone's group
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if not trainer.optimizers:
@@ -429,7 +431,7 @@ def _check_rates(owner: str, ratio: float, rate: float | None, denominator: floa
     values = {"backbone_initial_ratio_lr": ratio, "backbone_initial_lr": rate, "initial_denom_lr": denominator}
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise TypeError(f"{owner}: {name}={value!r} is {messages.a(value)}. Pass a positive number.")
+            raise TypeError(f"{owner}: {name}={value!r} is {messages.a(value)}, not a number. Pass a positive number.")
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{owner}({name}={value}) would keep the backbone from training. Pass a positive number.")
     defaults = {"backbone_initial_ratio_lr": _RATIO, "backbone_initial_lr": None, "initial_denom_lr": _DENOMINATOR}

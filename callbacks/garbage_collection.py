@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: Python still collects by itself when this many more containers were allocated than freed since the last collection.
+#: Python still collects when this many more containers were allocated than freed since the last collection.
 MOST_UNSEEN = 100_000
 #: One in this many collections may scan all objects that are not frozen.
 FULL_EVERY = 10
@@ -159,7 +159,7 @@ class _ProcessCollector:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, let Python collect only as a last resort; else restore its thresholds, unless another fit runs."""
+        """If ``on``, let Python collect only as a last resort; else restore its thresholds if this is the last fit."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

@@ -80,9 +80,9 @@ class GradientAccumulationScheduler(Callback):
         own = [hook for hook in ("optimizer_step", "optimizer_zero_grad") if overridden(pl_module, hook) is not None]
         if own and self.going_to_accumulate_grad_batches():
             messages.warn_once(
-                f"{type(pl_module).__name__} overrides {messages.names(own, 'and')}, which the trainer calls "
-                "once per optimizer step, not once per batch. "
-                f"GradientAccumulationScheduler({self.scheduling}) uses several batches per step."
+                f"{type(pl_module).__name__} overrides {messages.names(own, 'and')}, which the trainer calls once per "
+                f"optimizer step, not once per batch. GradientAccumulationScheduler({self.scheduling}) uses several "
+                "batches per step, so make sure that the overrides do not count batches."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

@@ -27,7 +27,7 @@ class HangDetector(Callback):
     A thread on each rank compares the counters, so there is no cost per batch. A new batch, optimizer step, epoch or
     stage counts as progress. Other operations do not: preparing data, the first batch of a compiled model, a
     checkpoint, a slow hook. Choose a timeout well above the longest of these operations. A rank inside native code that
-    holds the GIL cannot answer. The report says so, and the launcher stops the rank.
+    holds the GIL cannot respond. The report says so, and the launcher stops the rank.
 
     Args:
         timeout_seconds: how long the counters may stay unchanged.
@@ -76,11 +76,10 @@ class HangDetector(Callback):
     def _report(self, trainer: Trainer) -> None:
         reports = trainer.strategy.reports()
         if reports is not None:
-            what = f"The run exits with status {HANG_STATUS}." if self.abort else "It keeps waiting."
+            what = f"The run exits with status {HANG_STATUS}." if self.abort else "The run keeps waiting."
             messages.error(
-                f"Rank {trainer.global_rank} has made no progress for {self.timeout_seconds:g} s "
-                f"(HangDetector). {what} The position of each rank:\n"
-                + "\n".join(map(_told, reports, reports.values()))
+                f"Rank {trainer.global_rank} has made no progress for {self.timeout_seconds:g} s (HangDetector). "
+                f"{what} Position of each rank:\n" + "\n".join(map(_told, reports, reports.values()))
             )
         if self.abort:
             sys.stdout.flush()
@@ -94,4 +93,4 @@ def _mark(trainer: Trainer) -> tuple[Any, ...]:
 
 
 def _told(rank: int, report: str) -> str:
-    return f"Rank {rank}: {report or 'does not answer (it has exited, or native code holds its GIL)'}"
+    return f"Rank {rank}: {report or 'does not respond (it has exited, or native code holds its GIL)'}"

@@ -10,7 +10,7 @@ from .base import HOOKS, Callback
 
 
 class LambdaCallback(Callback):
-    """A callback built from functions, so that simple hooks need no class of their own.
+    """A callback built from functions, for simple hooks that do not need a class.
 
     Hooks that are not passed cost nothing.
 

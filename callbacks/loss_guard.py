@@ -44,7 +44,7 @@ class LossGuard(Callback):
     still include the batch.
 
     ``"rollback"`` returns to the newest checkpoint whose weights had a good loss, restores everything that a resume
-    restores, and skips the batch when it comes up again. If the weights are not finite, it skips the previous batch
+    restores, and skips the batch when it is read again. If the weights are not finite, it skips the previous batch
     instead, because that batch's gradient must have damaged them. If another batch then has a bad loss, the run first
     goes back one more checkpoint, because the weights may have been damaged earlier; it skips the other batch only if
     this does not help. If this run has not saved yet, it restarts from its ``ckpt_path``.
@@ -79,7 +79,8 @@ class LossGuard(Callback):
 
     Raises:
         LossSpikeError: for a bad loss with ``action="raise"``.
-        RuntimeError: if there are more than ``max_events`` bad batches, or no checkpoint (left) to go back to.
+        RuntimeError: if there are more than ``max_events`` bad batches, or if there is no checkpoint (left) to go back
+            to.
         ValueError: if ``action="rollback"`` and the run saves no checkpoints, or only weights.
     """
 
@@ -371,7 +372,7 @@ class _Before:
         self.first: list[tuple[Tensor, Tensor]] = []
 
     def learn(self) -> None:
-        """After the first good step, find which buffers a step changes.
+        """Find out, after the first good step, which buffers a step changes.
 
         The buffers are compared only once, on the device.
         """
@@ -402,7 +403,7 @@ class _Before:
 
 
 def _why_not(trainer: Trainer, module: TrainingModule) -> str:
-    """Return what prevents a check between the forward and backward passes of a batch; empty if nothing does."""
+    """Return why a batch's loss cannot be checked before its backward pass; empty if it can."""
     if not module.automatic_optimization:
         return f"manual optimization, which {type(module).__name__} uses"
     if next(iter(inspect.signature(module.training_step).parameters), "") == "dataloader_iter":

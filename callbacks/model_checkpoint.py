@@ -291,7 +291,7 @@ class ModelCheckpoint(CheckpointKeeper):
         raise ValueError(text)
 
 
-#: State that a resumed fit continues from when training starts.
+#: State that a resumed fit takes over when training starts.
 _COUNTED = ("waiting", "start_step", "seconds_left")
 
 

@@ -47,7 +47,7 @@ class ModelSummary(Callback):
         self._hand_over(trainer, pl_module, Summary(pl_module, self._max_depth, _as_trained(trainer)))
 
     def _hand_over(self, trainer: Trainer, pl_module: TrainingModule, summary: Summary) -> None:
-        """Call :meth:`summarize`."""
+        """Call :meth:`summarize`; raise an error if its signature does not match."""
         try:
             inspect.signature(self.summarize).bind(trainer, pl_module, summary)
         except TypeError:
@@ -238,7 +238,7 @@ class Summary:
 
 
 def table(columns: list[list[str]], totals: list[str], width: int | None) -> str:
-    """Return columns, each with its heading first, and the lines below them as a table; see :meth:`Summary.text`."""
+    """Format columns (each starts with its heading) as a table with ``totals`` below; see :meth:`Summary.text`."""
     left_out = ("Mode", "FLOPs", "In sizes", "Out sizes")
     rows, left_out = fitted(columns, width, ("Name", "In sizes", "Out sizes"), left_out, ("Name", "Type"), " | ")
     rule = "-" * max(len(line) for row in rows for line in row.splitlines())

@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 class StochasticWeightAveraging(Callback):
     """Average the weights at the end of each of the last epochs and load the mean into the module when the fit ends.
 
-    From the start epoch on, a schedule towards ``swa_lrs`` replaces the run's scheduler. When the fit ends, the mean
+    From the start epoch on, a schedule toward ``swa_lrs`` replaces the run's scheduler. When the fit ends, the mean
     replaces the weights, and BatchNorm statistics are re-estimated for the mean in one more pass over the training data
     through ``training_step``, without gradients or logging. Validation and the checkpoints written during the fit use
     the current weights; the average is part of this callback's state. A checkpoint written after the fit contains both
@@ -136,7 +136,7 @@ class StochasticWeightAveraging(Callback):
         if len(trainer.lr_scheduler_configs) > 1:
             raise ValueError(
                 f"{me} can replace only one learning rate scheduler, but {module}.configure_optimizers returned "
-                f"{len(trainer.lr_scheduler_configs)}. Return one scheduler (SequentialLR joins several) or none."
+                f"{len(trainer.lr_scheduler_configs)}. Return one scheduler (SequentialLR combines several) or none."
             )
         if not pl_module.automatic_optimization:
             raise ValueError(
@@ -179,8 +179,9 @@ class StochasticWeightAveraging(Callback):
         rates, groups = self._swa_lrs, len(optimizer.param_groups)
         if isinstance(rates, list) and len(rates) != groups:
             raise ValueError(
-                f"{type(self).__name__}: swa_lrs={rates} has {len(rates)} learning rates, but the optimizer of "
-                f"{type(pl_module).__name__} has {groups} parameter groups. Pass one for each, or one number for all."
+                f"{type(self).__name__}: swa_lrs={rates} has length {len(rates)}, but the number of parameter groups "
+                f"in the optimizer of {type(pl_module).__name__} is {groups}. Pass one learning rate for each group, "
+                "or one number for all."
             )
         scheduler = SWALR(
             optimizer,
@@ -206,8 +207,9 @@ class StochasticWeightAveraging(Callback):
         else:
             messages.warn(
                 f"{type(self).__name__} averaged no weights, because the fit ended after {trainer.current_epoch} "
-                f"epochs, but averaging starts at the end of epoch {self._start} (0-based). "
-                f"{type(pl_module).__name__} keeps its last weights. Train longer, or lower swa_epoch_start."
+                f"epoch{'' if trainer.current_epoch == 1 else 's'}, but averaging starts at the end of epoch "
+                f"{self._start} (0-based). {type(pl_module).__name__} keeps its last weights. Train longer, or lower "
+                "swa_epoch_start."
             )
 
     def _show(self, pl_module: TrainingModule) -> None:
@@ -225,8 +227,8 @@ class StochasticWeightAveraging(Callback):
         else:
             messages.warn(
                 f"The resumed run had nothing left to train, so {type(pl_module).__name__} keeps the checkpoint's "
-                f"weights, not the mean of the {self.n_averaged} averaged epochs. Raise max_epochs to continue "
-                "training."
+                f"weights, not the mean of the {self.n_averaged} averaged epoch{'' if self.n_averaged == 1 else 's'}. "
+                "Raise max_epochs to continue training."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,9 +270,8 @@ def _check_rates(owner: str, rates: Any) -> None:
 def _check_start(owner: str, start: Any) -> None:
     if isinstance(start, bool) or not isinstance(start, (int, float)):
         raise TypeError(
-            f"{owner}: swa_epoch_start={start!r} is {messages.a(start)}. "
-            "Pass the epoch at which averaging starts, as an integer (counted from 1) or as a fraction of max_epochs "
-            "from 0.0 to 1.0."
+            f"{owner}: swa_epoch_start={start!r} is {messages.a(start)}, not a number. Pass the epoch at which "
+            "averaging starts, as an integer (counted from 1) or as a fraction of max_epochs from 0.0 to 1.0."
         )
     if (isinstance(start, int) and start < 1) or (isinstance(start, float) and not 0.0 <= start <= 1.0):
         raise ValueError(
@@ -312,7 +313,7 @@ def _statistics(module: nn.Module) -> dict[str, Tensor]:
 
 def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
     """Replace the BatchNorm statistics with their means over one pass through the training data on all ranks."""
-    fit: Any = trainer.current_run.fit  # there is one while a fit ends
+    fit: Any = trainer.current_run.fit  # never None while a fit is ending
     layers = list(_training_layers(module).values())
     momenta = [layer.momentum for layer in layers]
     try:

@@ -30,7 +30,7 @@ class _Mark(NamedTuple):
 
 
 class Throughput:
-    """Computes rates over the last updates from totals that you count yourself.
+    """Computes rates over the last updates from totals that you pass.
 
     Args:
         available_flops: floating-point operations per second that one device can do; needed for ``mfu``.
@@ -158,8 +158,8 @@ class ThroughputMonitor(Callback):
     logs step values; ``validate/...`` and ``test/...`` are logged once, at the end of the stage.
 
     Times come from the host's clock, read in each batch's hook. They include data loading, hooks and logging, but not
-    validation. The host never waits for a GPU. Because it can get only a limited amount of work ahead of the GPU, a
-    window of many batches shows the device's speed, but the first few batches of a run can look too fast.
+    validation. The host never waits for a GPU. Because the host can get only a limited amount of work ahead of the GPU,
+    a window of many batches shows the device's speed, but the first few batches of a run can look too fast.
 
     To get ``flops_per_sec``, set ``flops_per_batch`` on your module: the floating-point operations of one batch on one
     device, forward and backward, which :func:`measure_flops` can count. On the devices listed in ``PEAK_FLOPS``,
@@ -190,8 +190,8 @@ class ThroughputMonitor(Callback):
                 )
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 2:
             raise ValueError(
-                f"ThroughputMonitor: window_size={window_size!r} is the number of batches to average over and must be "
-                "an integer of at least 2."
+                f"ThroughputMonitor: window_size={window_size!r} must be an integer of at least 2 (the number of "
+                "batches to average over)."
             )
         self.batch_size_fn = batch_size_fn or _batch_size
         self.length_fn = length_fn
@@ -365,7 +365,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
 
 
 def peak_flops_of(device_name: str, dtype: str) -> float | None:
-    """Like :func:`peak_flops`, for the device name that torch reports."""
+    """Like :func:`peak_flops`, but take the device name that torch reports."""
     words = device_name.replace("-", " ").split()
     if not _SLOWER_VARIANTS.isdisjoint(words):
         return None

@@ -60,8 +60,8 @@ class TQDMProgressBar(DrawnProgressBar):
         super().__init__(refresh_rate, leave)
         if isinstance(process_position, bool) or not isinstance(process_position, int) or process_position < 0:
             raise ValueError(
-                f"TQDMProgressBar: process_position={process_position!r} is the number of terminal lines to leave free "
-                "for other runs and must be a non-negative integer."
+                f"TQDMProgressBar: process_position={process_position!r} must be a non-negative integer (the number "
+                "of terminal lines to leave free for other runs)."
             )
         if refresh_rate > 0:
             self._refresh_rate = max(refresh_rate, _miniters())
@@ -190,14 +190,14 @@ def _changed(base: Any) -> Any:
 
 
 class _Nowhere(io.TextIOBase):
-    """The output of a bar that only counts."""
+    """Output for a bar that only counts: discards everything."""
 
     def write(self, text: str, /) -> int:
         return len(text)
 
 
 class _Plain(PlainLines):
-    """Plain lines, beside tqdm bars that only count, for programs that read them."""
+    """Writes plain lines and updates tqdm bars that only count, for programs that read the bars."""
 
     def __init__(self, callback: TQDMProgressBar) -> None:
         super().__init__(lambda: sys.stdout, callback.plain_seconds)

@@ -26,7 +26,7 @@ AverageOne = Callable[[Tensor, Tensor, int], Tensor]
 AverageMany = Callable[[list[Tensor], list[Tensor], int], None]
 """``multi_avg_fn(averages, currents, n_averaged)`` updates a list of averages in place."""
 
-#: Key of the current weights in a checkpoint whose ``state_dict`` holds their average.
+#: Key of the current weights in a checkpoint whose ``state_dict`` contains their average.
 CURRENT_KEY = "current_model_state"
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -103,7 +103,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Put the averages, if there are any, into the module and keep its current weights for :meth:`hide`."""
+        """Replace the module's weights with the averages, if any, and keep the current weights for :meth:`hide`."""
         if self.held is None and self.n_averaged:
             pairs = list(zip(self._places, self._averages, strict=True))
             with torch.inference_mode(False):
@@ -168,7 +168,7 @@ def _copy_for_average(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a plain module that holds tensors under their dotted names, so that a strategy can gather or load them."""
+    """Build a plain module with tensors under their dotted names, so that a strategy can gather or load them."""
     root = nn.Module()
     for name, tensor in tensors.items():
         *path, key = name.split(".")
@@ -228,8 +228,8 @@ def checked_count(owner: str, name: str, value: Any, minimum: int) -> int:
 class WeightAveraging(Callback):
     """Keep an average of the weights and use it for validation, for checkpoints and as the result of the fit.
 
-    A checkpoint's ``state_dict`` holds the averages, and its ``current_model_state`` holds the current weights, so a
-    resumed run continues with both. When the fit ends, the module holds the averages. After an exception, it holds the
+    A checkpoint's ``state_dict`` contains the averages, and its ``current_model_state`` contains the current weights,
+    so a resumed run continues with both. When the fit ends, the module has the averages; after an exception, it has the
     current weights.
 
     The average is updated after every optimizer step: once per accumulation window, and not after a step that fp16
@@ -368,8 +368,9 @@ class WeightAveraging(Callback):
             return
         if not self._average.n_averaged:
             messages.warn(
-                f"{type(self).__name__} never updated its average in {trainer.state.global_step} steps, so "
-                f"{type(pl_module).__name__} keeps its last weights. Train longer, or let the updates start earlier."
+                f"{type(self).__name__} never updated its average in {trainer.state.global_step} "
+                f"step{'' if trainer.state.global_step == 1 else 's'}, so {type(pl_module).__name__} keeps its last "
+                "weights. Train longer, or start the updates earlier."
             )
         self._finish(trainer, pl_module)
 

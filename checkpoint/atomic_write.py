@@ -41,7 +41,7 @@ def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
 
 
 def beside(target: Location, name: str) -> Path:
-    """Return where to write before ``target`` is replaced: in its folder, or in TMPDIR if ``target`` is a URL."""
+    """Return the path to write to before ``target`` is replaced: in its folder, or in TMPDIR if ``target`` is a URL."""
     return Path(tempfile.gettempdir(), name) if isinstance(target, Remote) else target.with_name(name)
 
 
@@ -165,7 +165,7 @@ def remove(path: Path) -> None:
 
 
 def put_link(path: Path, target: Path) -> None:
-    """Make ``path`` a relative symbolic link to ``target``; a copy of ``target`` if the system allows no links."""
+    """Make ``path`` a relative symbolic link to ``target``; a copy of ``target`` if links are not supported."""
     with written_aside(path) as temporary:
         try:
             temporary.symlink_to(os.path.relpath(target, path.parent), target_is_directory=target.is_dir())

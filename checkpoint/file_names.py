@@ -37,7 +37,7 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
 
 
 def check(template: str, what: str) -> None:
-    """Raise ``ValueError`` if the template cannot be filled with numbers; ``what`` is the name of its argument."""
+    """Raise ``ValueError`` if the template cannot be filled with numbers; ``what`` names the argument in the error."""
     try:
         for _, name, spec, conversion in Formatter().parse(template):
             if name == "" or (name or "").isdigit():
@@ -45,7 +45,7 @@ def check(template: str, what: str) -> None:
             if conversion:
                 raise ValueError(f"a conversion, '!{conversion}'")
             if name is not None and not (_takes(0.0, spec or "") or _takes(0, spec or "")):
-                raise ValueError(f"the format {spec!r} of {name!r} does not fit a number")
+                raise ValueError(f"the format {spec!r} of {name!r} is not a number format")
     except ValueError as error:
         raise ValueError(
             f"{what} got {template!r}, which is not a valid template: {error}. "

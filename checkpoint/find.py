@@ -20,7 +20,7 @@ class SearchFolders:
     Attributes:
         own: folders that the run's callbacks save to.
         earlier: folders of earlier runs, newest first.
-        depth: levels of sub-folders in the names of the callbacks' files.
+        depth: levels of subfolders in the names of the callbacks' files.
     """
 
     own: list[Location]
@@ -29,13 +29,13 @@ class SearchFolders:
 
     @classmethod
     def of(cls, savers: Sequence[tuple[str | None, str | None]], runs: Iterable[str]) -> SearchFolders:
-        """Return a run's folders; those of earlier runs only if a callback saves to the default folder.
+        """Return a run's folders, and earlier runs' folders if a callback saves to the default folder.
 
-        This creates no folders, because a resumed fit uses those of the run that it resumes.
+        This creates no folders, because a resumed fit uses the folders of the run that it resumes.
 
         Args:
             savers: the folder (None if not chosen yet) and file name of each callback that saves checkpoints.
-            runs: the folders of all runs; a run's checkpoints are in its sub-folder ``checkpoints`` by default.
+            runs: the folders of all runs; a run's checkpoints are in its subfolder ``checkpoints`` by default.
         """
         depth = max(((name or "").count("/") for _, name in savers), default=0)
         own = list(dict.fromkeys(location(folder) for folder, _ in savers if folder))
@@ -51,7 +51,9 @@ class SearchFolders:
 
 
 def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | None:
-    """Return the newest valid checkpoint, and report which newer ones cannot be used; a fit needs more than weights.
+    """Return the newest valid checkpoint, and report which newer ones cannot be used.
+
+    A fit cannot use checkpoints that contain only weights.
 
     ``word`` is the ``ckpt_path`` that was passed, ``"last"`` or ``"auto"``.
     """
@@ -69,7 +71,7 @@ def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | 
         )
     elif listed:
         say = messages.info if harmless else messages.warn
-        say(f"ckpt_path={word!r} skipped {listed} and uses {chosen}.")
+        say(f"ckpt_path={word!r} skips {listed} and uses {chosen}.")
     return chosen
 
 

@@ -25,7 +25,7 @@ _parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed"
 
 @contextmanager
 def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which ``save_hyperparameters()`` of ``cls`` stores ``arguments``, not those of ``__init__``.
+    """Context manager that makes ``cls.save_hyperparameters`` store ``arguments``, not the arguments of ``__init__``.
 
     Args:
         cls: the class; instances of other classes, such as its submodules, store their own arguments.
@@ -102,15 +102,15 @@ class HyperparametersMixin:
     ) -> None:
         """Store the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
 
-        Without ``args``, all arguments are stored, including those of every subclass or base class whose ``__init__``
-        is running (a subclass's value wins). If a subclass and its base class both call this method, the arguments of
-        both calls are stored. Each argument is stored with its value at the time of the call.
+        Without ``args``, all arguments are stored, including the arguments of every subclass or base class whose
+        ``__init__`` is running (a subclass's value wins). If a subclass and its base class both call this method, the
+        arguments of both calls are stored. Each argument is stored with its value at the time of the call.
 
         Args:
             *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
                 an ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
-            ignore: names to leave out, also if a base class has stored them, such as a module passed as an argument,
-                which is already in the ``state_dict``.
+            ignore: names to leave out, even if a base class has stored them. Leave out modules, because their weights
+                are already in the ``state_dict``.
             frame: frame from which to look for ``__init__``; the caller's by default.
             logger: whether to pass these values to the loggers when a run starts.
         """
@@ -157,7 +157,7 @@ class HyperparametersMixin:
         chosen = {key: value for key, value in parsed.items() if key in COMMAND_LINE_KEYS and by_name}
         for arg in args:
             if is_config(arg) and len(args) == 1:
-                break  # the config is kept as it is
+                break  # the config is stored unchanged
             if not isinstance(arg, str):
                 chosen.update(_entries(arg, owner))
             elif arg in arguments:
@@ -214,8 +214,8 @@ def _entries(config: Any, owner: str) -> dict[str, Any]:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     raise TypeError(
-        f"{owner}.save_hyperparameters({config!r}): a {type(config).__name__} has no named entries. Pass argument "
-        "names, a dict, an argparse.Namespace, a dataclass instance or an OmegaConf config."
+        f"{owner}.save_hyperparameters({config!r}): {messages.a(config)} has no named entries. Pass argument names, a "
+        "dict, an argparse.Namespace, a dataclass instance or an OmegaConf config."
     )
 
 
@@ -272,9 +272,9 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
     modules = [key for key, value in hparams.items() if _is_module(value)]
     if modules:
         messages.warn_once(
-            f"These hyperparameters of {owner} are modules: {messages.names(modules, 'and')}. Their weights are "
-            "already in the state_dict, and a hyperparameter file cannot store modules. "
-            f"Exclude them with self.save_hyperparameters(ignore={modules!r})."
+            f"Some hyperparameters of {owner} are modules: {messages.names(modules, 'and')}. Their weights are "
+            "already in the state_dict, and a hyperparameter file cannot store modules. Exclude them with "
+            f"self.save_hyperparameters(ignore={modules!r})."
         )
 
 

@@ -39,7 +39,7 @@ def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
 def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
     """Create an instance of a class, or of the subclass that the hyperparameters name.
 
-    Every class among the arguments must be allowed by the signature and already imported.
+    Every class among the arguments must be allowed by the signature and must already be imported.
 
     Args:
         cls: the class.
@@ -110,7 +110,7 @@ def _not_imported(name: str) -> ValueError:
 
 
 class _Guard:
-    """Refuses this thread's imports of modules that jsonargparse takes from a value; its own imports go on."""
+    """Rejects this thread's imports of modules that a value names; jsonargparse's own imports still work."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []

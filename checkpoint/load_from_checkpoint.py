@@ -113,7 +113,7 @@ def _load_state_dict(module: Any, state: Mapping[str, Any], strict: bool) -> Any
 
 
 def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trusted: bool) -> dict[str, Any]:
-    """Return the arguments for ``cls``: the saved ones, overridden by the given ones."""
+    """Return the arguments for ``cls``: the saved arguments, overridden by ``given``."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}

@@ -43,7 +43,7 @@ class Manifest:
         weights_only: whether the checkpoint contains only weights, so that no fit can resume from it.
         epoch: number of completed epochs, not counting the current one.
         global_step: number of optimizer steps.
-        sequence: number of this save among those of its run and of earlier runs in the same folders; 0 outside a fit.
+        sequence: number of this save, counted across its run and earlier runs in the same folders; 0 outside a fit.
         monitor: name of the metric that ranked the checkpoint.
         score: value of that metric; None if there is none or it is not finite.
         world_size: number of processes in the run.

@@ -17,18 +17,18 @@ from .plain_data import plain
 SECTION = "objects"
 #: Entries whose own entries are checked one by one.
 _NESTED = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
-#: Entries that hold a run's state, which must not contain objects.
+#: Entries with a run's state, which must not contain objects.
 _STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_states", "lr_schedulers")
 
 
 def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with its objects pickled into a section of their own, keyed by their original places.
+    """Return the checkpoint with its objects pickled into a separate section, keyed by their original paths.
 
     Args:
         checkpoint: the checkpoint, with hyperparameters and everything that ``on_save_checkpoint`` added.
 
     Raises:
-        TypeError: if an object cannot be pickled; the message says which one.
+        TypeError: if an object cannot be pickled; the message names it.
     """
     found: dict[str, dict[str, Any]] = {}
     kept = {}
@@ -77,12 +77,12 @@ def types_within(checkpoint: Mapping[str, Any], entry: str) -> dict[str, str]:
 
 
 def names(found: Mapping[str, str]) -> list[str]:
-    """Return the places and types of pickled objects for a message."""
+    """Return the paths and types of pickled objects for a message."""
     return [f"{place} ({kind})" for place, kind in found.items()]
 
 
 def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
-    """Unpickle the objects and put them back in their places. This runs code named in the file.
+    """Unpickle the objects and put them back at their original paths. This runs code named in the file.
 
     Args:
         checkpoint: the checkpoint, which is changed in place and returned.

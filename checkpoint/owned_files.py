@@ -20,7 +20,8 @@ class RunFiles:
         folder: absolute path or URL of the folder; ``""`` until it is known.
         mark: a string unique to the run, stored in each of its checkpoints.
         line: a string shared by a chain of runs, each resumed from the newest checkpoint of the previous one. It is
-            stored in the manifests of the files managed here, but not in those of other files in the same folder.
+            stored in the manifests of the files managed here, but not in the manifests of other files in the same
+            folder.
     """
 
     folder: str
@@ -43,7 +44,7 @@ class RunFiles:
         return found.global_step if found is not None and self.mark in found.runs else None
 
     def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
-        """Delete files that were no longer needed when ``start`` was saved; return those that the next save replaces.
+        """Delete files that were no longer needed when ``start`` was saved; return files that the next save replaces.
 
         The next save replaces ``start`` itself, if it was no longer needed, and all files that were saved after it.
         """
@@ -55,7 +56,7 @@ class RunFiles:
     def _later_than(self, path: str, depth: int) -> list[str]:
         """Return the checkpoints from the same chain of runs that were saved after the one at ``path``.
 
-        The search goes up to ``depth`` folders down.
+        The search covers up to ``depth`` levels of subfolders.
         """
         start = manifest.read_or_none(path)
         if start is None:
@@ -81,7 +82,9 @@ class RunFiles:
         try:
             (remove or storage.remove)(path)
         except OSError as error:
-            messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
+            messages.warn(
+                f"The checkpoint {path!r} is no longer needed, but could not be deleted ({error}). Delete it manually."
+            )
 
     def relative(self, path: str) -> str:
         """Return the path relative to the folder, as it is stored in checkpoints."""

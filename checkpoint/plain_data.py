@@ -17,15 +17,16 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def plain(value: Any, where: str) -> Any:
-    """Convert ``value`` to plain data, which refers to no code; return it as it is if nothing has to change.
+    """Convert ``value`` to plain data, which refers to no code; return it unchanged if it already is plain data.
 
-    Unchanged: None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them.
-    Converted: numpy scalars to Python numbers, paths to strings, and subclasses of str, dict and list to these types.
+    Plain data consists of None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of
+    them. Numpy scalars become Python numbers, paths become strings, and instances of subclasses of str, dict and list
+    become instances of these types.
 
     ``where`` is the name of ``value`` in the error message, for example ``"callbacks['EMA']"``.
 
     Raises:
-        TypeError: if the value contains anything else; the message says where, of what type, and how to fix it.
+        TypeError: if the value contains anything else; the message shows its path and type, and how to fix it.
     """
     kind = type(value)
     if kind in _LEAVES:

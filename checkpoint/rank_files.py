@@ -16,10 +16,10 @@ from ..torch_private import unsaved_buffers
 
 
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
-    """Return the saved entry that this rank resumes from: its own, or that of the rank with the same share of the data.
+    """Return the saved entry that this rank resumes from; None if there is none.
 
-    Returns None if there is no such entry. ``alike``: whether the resumed run has as many ranks, and splits the data
-    into as many shares, as the saved run.
+    This is the rank's own entry, or the entry of the rank with the same share of the data. ``alike`` says whether
+    both runs have the same number of ranks and of data shares.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
     return next((kept for kept in ranks if kept[key] == mine), None)
@@ -35,13 +35,13 @@ def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
     """If any state was derived instead of restored, print one message that lists it.
 
-    ``alike``: as in :func:`entry_of`. ``then`` and ``now``: the number of ranks in the saved run and in this run.
+    ``alike`` is as in :func:`entry_of`. ``then`` and ``now`` are the numbers of ranks in the saved run and in this run.
     """
     if derived:
         other = f" was written on {_count(then)} and this run has {_count(now)}, so it"
         messages.info(
-            f"The checkpoint{'' if alike else other} does not contain everything that this run needs to resume. "
-            f"Derived instead of restored: {'; '.join(derived)}."
+            f"The checkpoint{'' if alike else other} does not contain everything that this run needs to resume. These "
+            f"were derived instead of restored: {'; '.join(derived)}."
         )
 
 

@@ -61,10 +61,10 @@ def load_weights(
 ) -> None:
     """Load weights through ``load(module, state, strict)`` and report everything that does not fit.
 
-    ``advice`` says how to fix weights that do not fit; None uses the advice for a ``TrainingModule``.
+    ``advice`` explains how to fix weights that do not fit; None uses the advice for a ``TrainingModule``.
 
     Raises:
-        RuntimeError: if names are missing or unexpected, or shapes differ; the message says how to fix it.
+        RuntimeError: if names are missing or unexpected, or shapes differ; the message explains how to fix it.
     """
     state = _that_layers_can_take(module, state)
     try:
@@ -85,7 +85,7 @@ def load_weights(
 
 
 def _that_layers_can_take(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out the extra state of layers that TransformerEngine had replaced and that are torch's own here."""
+    """Drop the extra state of layers that TransformerEngine replaced in the saved run but not in this module."""
     extra = {key for key in state if key.endswith(_EXTRA)}
     if not extra:
         return state
@@ -106,7 +106,9 @@ def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
     """Return the advice to load only matching weights; empty if shapes differ, because loading would still fail."""
     own = module.state_dict()
     shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
-    return ", or set strict_loading = False on it to load only the weights whose names match" if shapes_fit else ""
+    return (
+        ", or set strict_loading = False on the module to load only the weights whose names match" if shapes_fit else ""
+    )
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -143,10 +145,11 @@ def optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: s
     """Return why a saved state cannot belong to this optimizer; empty if it can."""
     saved, groups = state["param_groups"], optimizer.param_groups
     if len(saved) != len(groups):
-        return f"{len(saved)} parameter groups were saved, but it has {len(groups)}"
+        return f"the number of parameter groups was {len(saved)}, but is now {len(groups)}"
     for index, (one, other) in enumerate(zip(saved, groups, strict=True)):
         if len(one["params"]) != len(other["params"]):
-            return f"parameter group {index} had {len(one['params'])} parameters, but now has {len(other['params'])}"
+            before, now = len(one["params"]), len(other["params"])
+            return f"the number of parameters in group {index} was {before}, but is now {now}"
     lacking = [key for key in optimizer.defaults if key not in saved[0]]
     if lacking and saved_name != type(optimizer).__name__:
         return f"it was saved by {saved_name}, which has no {messages.names(lacking)}"

@@ -170,8 +170,8 @@ def _finish(
     elsewhere = [name for name in files if isinstance(target, Path) and not (temporary / name).exists()]
     if elsewhere:
         raise OSError(
-            f"The checkpoint {str(target)!r} was not saved, because {len(elsewhere)} of its {len(files)} files, which "
-            "other processes wrote, are not on rank 0's disk. Save to a folder that all machines share, or use "
+            f"The checkpoint {str(target)!r} was not saved, because rank 0's disk lacks {len(elsewhere)} of its "
+            f"{len(files)} files, which other processes wrote. Save to a folder that all machines share, or use "
             "FSDPStrategy(state_dict_type='full')."
         )
     single_file.write(contents, temporary / CONTENTS, whole=False)
@@ -195,7 +195,10 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
         if target.is_file():  # at a URL, a file and a folder can have the same name
             target.unlink()
     except OSError as error:
-        messages.warn(f"The checkpoint {str(target)!r} was saved, but the previous one could not be deleted: {error}")
+        messages.warn(
+            f"The checkpoint {str(target)!r} was saved, but the previous one could not be deleted ({error}). Delete "
+            "it manually."
+        )
 
 
 def _clear(temporary: Path, target: Location) -> None:
@@ -279,7 +282,7 @@ class _Files:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads torch's index of a folder. Like every part of a checkpoint, the index must not import code to run."""
+    """Reads torch's index of a folder. Like any part of a checkpoint, it must load without running code."""
 
     def __init__(self, path: Location) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))

@@ -30,11 +30,11 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
     """Write a checkpoint so that ``path`` is always either the old or the complete new file, even after a crash.
 
     The bytes are written to a hidden ``.tmp`` file in the same folder and synced to disk before that file replaces
-    ``path``. Tensors are streamed, so the file is never held in memory. A ``NewPath`` never replaces an existing file.
+    ``path``. Tensors are streamed, so the whole file is never in memory. A ``NewPath`` never replaces an existing file.
     ``whole`` is False for a file in a checkpoint folder, because the folder has its own manifest.
 
     Raises:
-        TypeError: if a value is neither plain data nor a tensor; the message says which one.
+        TypeError: if a value is neither plain data nor a tensor; the message names it.
         FileExistsError: if a file exists at a ``NewPath``.
         OSError: if the file could not be written. An earlier file at ``path`` is then unchanged.
     """
@@ -260,9 +260,9 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     by_use = {use: [one for one in found if found[one] == use] for use in (CALLS, CREATES, REFERS)}
     does = [f"{use} {_some(names)}" for use, names in by_use.items() if names]
     return ValueError(
-        f"The checkpoint {name!r} was not loaded and nothing in it was run: it holds more than plain data and tensors, "
-        f"and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which runs that "
-        f"code, or write a plain copy: paceline checkpoint convert {name} OUT --trust. Or allow the names: "
+        f"The checkpoint {name!r} was not loaded and nothing in it was run: it contains more than plain data and "
+        f"tensors, and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which "
+        f"runs that code, or write a plain copy: paceline checkpoint convert {name} OUT --trust. Or allow the names: "
         "torch.serialization.add_safe_globals([...])."
     )
 

@@ -78,7 +78,7 @@ def _tensors(value: Any) -> Any:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return True if copying its bytes copies a tensor. Other tensors, which are rare, are cloned."""
+    """Return True if a tensor can be copied as bytes. Other tensors, which are rare, are cloned."""
     local = local_part(tensor)
     plain = local.layout == torch.strided and not local.is_meta and not local.is_quantized
     return plain and not local.is_conj() and not local.is_neg()

@@ -3,8 +3,8 @@
 A local path is a :class:`pathlib.Path`. A remote URL, such as ``s3://bucket/run``, is a :class:`Remote`, which
 implements the required path methods through fsspec.
 
-Credentials and endpoints come from where the protocol's package looks for them (for S3, ``~/.aws`` and
-``AWS_ENDPOINT_URL``) and from fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
+Credentials and endpoints are configured for the protocol's package (for S3, in ``~/.aws`` and ``AWS_ENDPOINT_URL``) or
+in fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Remote:
         """Return this URL with a different last component."""
         return self.parent / name
 
-    # ---- what is there -----------------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------------------
 
     def _reach(self) -> tuple[Any, str]:
         """Return the fsspec file system, and the path in the form that it uses."""
@@ -240,7 +240,7 @@ def absolute(path: str | os.PathLike[str] | Remote) -> str:
     """
     where = location(path)
     if isinstance(where, Path):
-        # A Path has lost the "./" of "./~/name", a folder that is named "~".
+        # In a Path, "./~/name" (in a folder that is named "~") has lost its "./".
         text = path if isinstance(path, str) and "://" not in path else str(where)
         return os.path.abspath(os.path.expanduser(text))
     _must_be_known(where.parts[0].removesuffix("://"), str(where))

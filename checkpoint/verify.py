@@ -19,7 +19,7 @@ _LONGEST_ENDING = _ENDING + 0xFFFF
 
 
 class Problem(NamedTuple):
-    """Why a file or folder cannot be loaded.
+    """Describes why a file or folder cannot be loaded.
 
     Attributes:
         why: text that continues "The checkpoint is damaged or truncated: ".
@@ -77,7 +77,7 @@ def file_problem(stream: IO[bytes]) -> Problem | None:
         return Problem("it is a zip file with other contents", foreign=True)
     if size != end:
         why = f"it has {size} bytes but should end after {end}"
-        return Problem(why, fix=f"If something was appended to the file, remove that with truncate -s {end} FILE.")
+        return Problem(why, fix=f"If bytes were appended to the file, remove them with truncate -s {end} FILE.")
     return None
 
 
@@ -108,7 +108,7 @@ def _damaged_record(archive: zipfile.ZipFile) -> str | None:
 
 
 def _is_odd(record: zipfile.ZipInfo) -> bool:
-    """Return True if torch would read other bytes than the checksum covers, or no bytes at all (a folder entry)."""
+    """Return True if torch would read different bytes than the checksum covers, or no bytes at all (a folder entry)."""
     return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 

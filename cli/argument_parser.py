@@ -71,7 +71,7 @@ class ArgumentParser(_Base):
         env_prefix: prefix for the names of environment variables.
         default_env: read values from environment variables.
         short_names: import Paceline's callbacks, loggers, profilers and strategies, so that users can choose them by
-            their short names and help lists them.
+            their short names and ``--help`` lists them.
         **kwargs: as for jsonargparse's parser.
     """
 

@@ -20,12 +20,12 @@ USUAL = ("mixed_precision", "gradient_accumulation_steps", "cpu", "dynamo_backen
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument(
         "what",
         nargs="?",
         choices=("default", "update"),
-        help="default: ask nothing; update: change the --set settings in the existing file",
+        help="default: ask nothing; update: change the settings given with --set in the existing file",
     )
     parser.add_argument(
         "--config_file", metavar="PATH", help="the file; its suffix (.yaml, .json, .toml) sets the format"
@@ -33,7 +33,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; can be repeated")
     parser.add_argument("--mixed_precision", metavar="VALUE", help="same as --set mixed_precision=VALUE")
     parser.add_argument("--from_env", action="store_true", help="use the values of environment variables")
-    parser.add_argument("--yes", action="store_true", help="ask nothing; use the default for every setting not given")
+    parser.add_argument(
+        "--yes", action="store_true", help="ask nothing; use the defaults of settings that are not specified"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.epilog = (
         "Without arguments, the command asks questions; Enter accepts the default. `paceline env` lists all settings "

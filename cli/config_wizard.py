@@ -15,8 +15,9 @@ _SWITCHES = {"multi-GPU": "multi_gpu", "TPU": "tpu"}
 PLACES = ("This machine", "AWS (Amazon SageMaker)")
 _INSTEAD_OF_AWS = (
     "is not supported: Paceline starts processes only on the machine on which it is launched. Choose 'This machine'. "
-    "To train on N machines, run on each, with RANK from 0 to N - 1: paceline launch --num_machines N "
-    "--num_processes TOTAL --machine_rank RANK --main_process_ip ADDRESS --main_process_port 29500 train.py."
+    "To train on N machines, run this command on each of them, with RANK from 0 to N - 1: paceline launch "
+    "--num_machines N --num_processes TOTAL --machine_rank RANK --main_process_ip ADDRESS --main_process_port 29500 "
+    "train.py."
 )
 
 
@@ -41,7 +42,7 @@ class Dialog:
     def choose(self, question: str, choices: Sequence[str], unsupported: Mapping[str, str] | None = None) -> str:
         """Ask the user to pick one of ``choices``; the first is the default.
 
-        ``unsupported`` has, for choices that are listed but not supported, what to do instead.
+        ``unsupported`` maps choices that are listed but not supported to messages that say what to do instead.
         """
 
         def parse(word: str) -> str:
@@ -108,7 +109,7 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     if machine == "multi-CPU":
         cpu = talk.values.setdefault("cpu", True)
     else:
-        cpu = not several and talk.switch("cpu", "Do you want to run your training on CPU only?")
+        cpu = not several and talk.switch("cpu", "Do you want to run your training on the CPU only?")
     if machine in _SWITCHES:
         talk.values.setdefault(_SWITCHES[machine], True)
     _dynamo(talk)
@@ -122,8 +123,8 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         talk.values.setdefault("num_processes", 1)
     if not cpu and machine != "TPU":
-        talk.setting("gpu_ids", "What GPU(s) (by id) should be used for training on this machine?", "all")
-        talk.switch("enable_cpu_affinity", "Would you like to enable numa efficiency? (NVIDIA only)")
+        talk.setting("gpu_ids", "Which GPUs (by ID) should be used for training on this machine?", "all")
+        talk.switch("enable_cpu_affinity", "Would you like to enable NUMA efficiency? (NVIDIA only)")
     talk.setting("mixed_precision", "Do you wish to use mixed precision?", choices=True)
     talk.setting("gradient_accumulation_steps", "How many micro-batches should be accumulated per optimizer step?")
     return talk.values
@@ -171,7 +172,7 @@ def _deepspeed(talk: Dialog) -> bool:
         return False
     if talk.setting("deepspeed_config_file", "Which DeepSpeed configuration file (JSON) should be used?"):
         return True
-    stage = talk.setting("zero_stage", "What should DeepSpeed's ZeRO optimization stage be?", choices=True)
+    stage = talk.setting("zero_stage", "Which ZeRO stage should DeepSpeed use?", choices=True)
     if stage >= 2:
         _offload(talk, "offload_optimizer", "Where should the optimizer's state be offloaded to?")
     if stage == 3:
@@ -205,7 +206,7 @@ def _fsdp(talk: Dialog) -> bool:
 
 
 def _dimensions(talk: Dialog) -> None:
-    if talk.switch("use_parallelism_config", "Do you want to arrange processes in several dimensions?"):
+    if talk.switch("use_parallelism_config", "Do you want to combine several kinds of parallelism?"):
         for name in ("dp_replicate", "dp_shard", "tp", "cp"):
             one = SETTINGS[f"parallelism_config_{name}_size"]
             talk.setting(one.name, f"How many {one.help}?")

@@ -23,10 +23,10 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("--steps", type=int, default=60, help="batches to train (default: 60)")
     parser.add_argument(
-        "--try", dest="tries", action="store_true", help="also try changes that may help, in one short run each"
+        "--try", dest="tries", action="store_true", help="also try changes that may help, each in a short run"
     )
     parser.add_argument("--only", metavar="NAMES", help="with --try, try only these: num_workers,batch_size,...")
     parser.add_argument("--out", default=".", help="folder for doctor.html and doctor.json (default: the current one)")
@@ -76,7 +76,7 @@ def check(arguments: Namespace) -> None:
     """Check the arguments before anything runs."""
     if arguments.steps < 10:
         raise ValueError(
-            f"--steps {arguments.steps} is too few, because the first 3 steps are not measured. Use 10 or more."
+            f"--steps {arguments.steps} is too low, because the first 3 steps are not measured. Use 10 or more."
         )
     if arguments.only is not None and not arguments.tries:
         raise ValueError(f"--only {arguments.only} has no effect without --try. Add --try, or remove --only.")

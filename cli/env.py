@@ -12,7 +12,7 @@ from ..settings import Settings, resolve
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("--config_file", metavar="PATH", help="read this file instead of the default one")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

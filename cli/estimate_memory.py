@@ -18,7 +18,7 @@ MODEL is the first of these that matches:
   a folder, file or index of weights; only headers (safetensors) or sizes (other files) are read
   module:factory or file.py:factory: a function that returns a model, (model, batch) or (model, batch, loss) with a
       function loss(model, batch); the model is an nn.Module or a TrainingModule. If the function has parameters
-      batch_size and sequence_length, they are passed. It runs in a context where tensors take no memory.
+      batch_size and sequence_length, they are passed. Tensors that it creates take no memory.
 Nothing is downloaded.
 
   paceline estimate-memory ./Mixtral-8x7B --device_memory 80GiB --num_processes 8
@@ -27,7 +27,7 @@ Nothing is downloaded.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("model_name", metavar="MODEL", help="the model, see below")
     add("--library_name", choices=LIBRARIES, help="the library for MODEL; detected automatically, except for timm")
@@ -39,8 +39,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--accumulate_grad_batches", type=int, default=1, metavar="N", help="micro-batches per optimizer step [1]")
     add("--activation_checkpointing", action="store_true", help="recompute repeated blocks in the backward pass")
     add("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="the strategies to estimate [all]")
-    add("--num_processes", type=int, metavar="N", help="processes of ddp and fsdp [the GPUs of this machine, else 2]")
-    add("--device_memory", metavar="SIZE", help="memory of one device, such as 24GiB [from this machine]")
+    add(
+        "--num_processes",
+        type=int,
+        metavar="N",
+        help="number of processes for ddp and fsdp [the GPUs of this machine, else 2]",
+    )
+    add("--device_memory", metavar="SIZE", help="memory of one device, such as 24GiB [this machine's]")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.epilog = EXAMPLES
 

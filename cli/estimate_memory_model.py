@@ -122,7 +122,10 @@ def _of_path(path: Path, wish: Wish) -> Source:
                 messages.missing(f"Building the model of {str(config)!r}", "transformers"), name="transformers"
             )
     if wish.library == "transformers":
-        raise FileNotFoundError(f"{str(path)!r} has no config.json, which transformers needs to build a model.")
+        raise FileNotFoundError(
+            f"{str(path)!r} has no config.json, which transformers needs to build a model. Pass a folder with this "
+            "file, or module:factory."
+        )
     return _of_files(path)
 
 
@@ -172,7 +175,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def size_of(tensor: Tensor) -> Size:
-    """Return the size of a tensor."""
+    """Return the :class:`Size` of a tensor."""
     return Size((tensor.numel(), 8 * tensor.element_size(), tensor.is_floating_point() or tensor.is_complex()))
 
 
@@ -201,7 +204,10 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
         with without_memory():
             module = _kind(transformers, settings, wish.trust_remote_code)(settings)
     except (ConnectionError, TimeoutError) as error:
-        raise RuntimeError(f"Reading {str(config)!r} needs a network connection, which failed: {error}") from error
+        raise RuntimeError(
+            f"Reading {str(config)!r} needs a network connection, which failed: {error}. Connect to the network, or "
+            "download the files that it refers to."
+        ) from error
     notes: list[str] = []
     batch = _batch_for(module, settings, wish, notes)
     return _built(

@@ -51,7 +51,7 @@ class Training:
 
 @dataclass
 class MemoryReport:
-    """All results.
+    """All results of a memory estimate.
 
     Attributes:
         source: the model.
@@ -118,7 +118,9 @@ class Machine:
         if sizes:
             return cls(kind, min(sizes), False, f"{len(sizes)} GPUs, the smallest with {messages.size(min(sizes))}")
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(kind, size, True, f"no GPU here: {messages.size(size)} of this machine's memory, shared by all")
+        return cls(
+            kind, size, True, f"no GPU here: {messages.size(size)} of this machine's memory, shared by all processes"
+        )
 
     def fits(self, found: MemoryEstimate) -> str:
         """Return whether training fits on each device: ``"yes"``, ``"tight"`` or ``"no"``."""

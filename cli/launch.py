@@ -38,14 +38,14 @@ _DEEPSPEEDS_LAUNCHER = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     add_flags(parser)
 
 
 def run(arguments: Namespace, replace: bool = True) -> int:
     """Start the processes, wait for them, and return the script's exit status.
 
-    ``replace`` says whether the script may replace this process, if it runs in a single one.
+    ``replace`` specifies whether the script may replace this process if it runs as a single process.
     """
     refuse(arguments)
     _leave_outer_launch()
@@ -57,7 +57,7 @@ def run(arguments: Namespace, replace: bool = True) -> int:
 def start(script: Script, settings: Settings, arguments: Namespace, replace: bool = True) -> int:
     """Run a script with the given settings.
 
-    ``arguments`` holds the flags that are not settings; ``replace`` is the same as for :func:`run`.
+    ``arguments`` contains the flags that are not settings; ``replace`` is the same as for :func:`run`.
     """
     plan = _plan(settings)
     _refuse_deepspeed(settings)
@@ -191,7 +191,7 @@ def _plan(settings: Settings) -> _LaunchPlan:
 
 
 def _devices(settings: Settings) -> tuple[str, int]:
-    """Return the kind of device to run on, and how many of them this machine has (0 for the CPU)."""
+    """Return the kind of device to run on, and the number of such devices on this machine (0 for the CPU)."""
     if settings["cpu"] and settings["tpu"]:
         raise ValueError(
             f"{settings.origin('tpu').where} and {settings.origin('cpu').where} cannot be used together. Remove one of "
@@ -203,8 +203,8 @@ def _devices(settings: Settings) -> tuple[str, int]:
         raise RuntimeError(
             f"{settings.origin('tpu').where} needs a TPU, but "
             f"{'torch_tpu sees none' if _has_torch_tpu() else 'the package torch_tpu is not installed'}. Run this on a "
-            "machine with a TPU and torch_tpu (pip install 'paceline[tpu]'), or remove it to use the best device of "
-            "this machine."
+            "machine with a TPU and torch_tpu (pip install 'paceline[tpu]'), or remove this setting to use the best device "
+            "of this machine."
         )
     return kind, present
 
@@ -241,7 +241,7 @@ def _check_gpu_ids(settings: Settings, kind: str) -> None:
 
 
 def _title(kind: str) -> str:
-    """Return what messages call a device of a kind."""
+    """Return the name of a kind of device for messages."""
     from ..devices.kinds import kind_of
 
     return "GPU" if kind == "cuda" else kind_of(kind).title
@@ -254,14 +254,14 @@ def _visible_variable(kind: str) -> str | None:
 
 
 def _selected(kind: str) -> str:
-    """Return the variable that selects the visible devices of a kind, with its value, in parentheses, if it is set."""
+    """Return the variable that selects a kind's visible devices, with its value, in parentheses; empty if not set."""
     variable = _visible_variable(kind)
     value = None if variable is None else os.environ.get(variable)
     return "" if value is None else f" ({variable}={value})"
 
 
 def _find_best() -> tuple[str, int]:
-    """Return the best kind of device that torch sees, and how many, without importing torch if there can be none."""
+    """Return the best kind of device that torch sees, and how many there are; import torch only if there may be any."""
     if "torch" not in sys.modules and not _may_have_devices():
         return "cpu", 0
     from ..processes.devices import find_best
@@ -274,7 +274,7 @@ def _may_have_devices() -> bool:
         return True
     from importlib.metadata import entry_points
 
-    return bool(entry_points(group="torch.backends"))  # packages that torch imports, which add a kind of device
+    return bool(entry_points(group="torch.backends"))  # packages that add kinds of device; torch imports them
 
 
 def _has_torch_tpu() -> bool:
@@ -339,7 +339,7 @@ def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
     if settings[name] is not None and not (outside and origin.place == "file"):
         count, why = settings[name], origin.where
     elif outside:
-        return f"{outside} CPU thread(s) each (OMP_NUM_THREADS)", {}
+        return f"CPU threads each: {outside} (OMP_NUM_THREADS)", {}
     elif local == 1:
         return "CPU threads chosen by torch", {}
     else:
@@ -369,7 +369,7 @@ def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict
 
 
 def _backends(kind: str) -> str:
-    """Return what the processes communicate over."""
+    """Return the names of the communication backends."""
     from ..devices.kinds import kind_of
 
     backend = kind_of(kind).collective_backend()

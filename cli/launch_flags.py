@@ -59,7 +59,7 @@ class _Refuse(Action):
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
     """Add every flag.
 
-    ``script`` says whether a script, with its own arguments, follows the flags.
+    ``script`` specifies whether a script, with its own arguments, follows the flags.
     """
     if script:
         _add_script(parser)
@@ -77,7 +77,7 @@ def _add_script(parser: ArgumentParser) -> None:
     parser.usage = "paceline launch [flags] script.py [the script's arguments]"
     parser.epilog = (
         "Flags come before the script; everything after it is passed to the script. A flag may use - instead of _.\n"
-        "These flags are not supported, and a message says what to do instead: --tpu_*, --use_megatron_lm, "
+        "These flags are not supported; an error message says what to use instead: --tpu_*, --use_megatron_lm, "
         "--megatron_lm_*, --fp8_*, --aws_*, --mpirun_hostfile."
     )
     parser.add_argument("script", help="the file to run; with -m a module, with --no_python any program")
@@ -96,10 +96,10 @@ def _add_own(parser: ArgumentParser) -> None:
         "tee",
         "-t",
         metavar="STREAMS",
-        help="which output --log_dir writes: 1 standard output, 2 errors, 3 both (default), or 0:1,1:2 by local rank",
+        help="output to write to --log_dir: 1 for stdout, 2 for stderr, 3 for both (default), or 0:1,1:2 by local rank",
     )
     _add(parser, "role", default="default", metavar="NAME", help="prefix of the lines in --log_dir")
-    _add(parser, "same_network", action="store_true", help="no effect: machines always meet at --main_process_ip")
+    _add(parser, "same_network", action="store_true", help="no effect; machines always connect to --main_process_ip")
 
 
 def _add(parser: Any, name: str, *more: str, **how: Any) -> None:

@@ -63,7 +63,7 @@ def find_script(arguments: Namespace) -> Script:
 
 
 def _behind_python(python: str, rest: list[str]) -> Script:
-    """Read ``launch python train.py`` as ``launch train.py``."""
+    """Interpret ``launch python train.py`` as ``launch train.py``."""
     if rest[:1] == ["-m"] and len(rest) > 1:
         return Script("module", rest[1], rest[2:])
     if not rest or rest[0].startswith("-"):
@@ -84,7 +84,7 @@ def _existing(target: str) -> str:
 
 
 def point_out_config(script: Script) -> None:
-    """Point out a ``--config`` after a script that does not seem to read it, as it may be meant for the launcher."""
+    """Warn about ``--config`` after a script that does not seem to read it; it may be meant for the launcher."""
     for at, word in enumerate(script.arguments):
         flag, _, value = word.partition("=")
         value = value or "".join(script.arguments[at + 1 : at + 2])

@@ -26,7 +26,7 @@ COMMANDS = {
     "checkpoint verify": "verify every byte against the checksums",
     "checkpoint prune": "delete all but the newest and the best",
     "checkpoint export": "write a checkpoint in another format",
-    "checkpoint convert": "write a copy of another program's checkpoint that holds only plain data",
+    "checkpoint convert": "write a copy of another program's checkpoint that contains only plain data",
 }
 _GROUPS = {"checkpoint": "list, verify, prune and convert checkpoints"}
 #: Commands of Accelerate that Paceline does not need.

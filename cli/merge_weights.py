@@ -11,11 +11,13 @@ _FILE = "model.safetensors"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("directory", help="a sharded checkpoint, or a folder from Accelerator.save_state")
-    parser.add_argument("out", help=f"a *.safetensors file, or a folder in which {_FILE} is written")
-    parser.add_argument("--unsafe_serialization", action="store_true", help="not supported: writes only safetensors")
-    parser.add_argument("--remove_checkpoint_dir", action="store_true", help="not supported: nothing is deleted")
+    parser.add_argument("out", help=f"a *.safetensors file, or a folder to write {_FILE} to")
+    parser.add_argument(
+        "--unsafe_serialization", action="store_true", help="not supported; only safetensors files are written"
+    )
+    parser.add_argument("--remove_checkpoint_dir", action="store_true", help="not supported; nothing is deleted")
 
 
 def run(arguments: Namespace) -> int:

@@ -20,7 +20,7 @@ while the run continues or after it was killed.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "runs",

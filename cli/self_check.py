@@ -38,7 +38,7 @@ def main() -> int:
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
         if wrong:
             if accelerator.is_main_process:
-                messages.error(f"paceline test: this check failed: {name}. {' '.join(wrong)}")
+                messages.error(f"paceline test: this check failed: {name} ({'; '.join(wrong)}).")
             return 1
         if accelerator.is_main_process:
             messages.answer(f"ok  {name}")
@@ -116,7 +116,7 @@ def check_training(accelerator: Accelerator) -> Iterable[str]:
     off = ((got - right).norm() / right.norm()).item()
     allowed = TOLERANCE.get(accelerator.mixed_precision, TOLERANCE["fp16"])
     if not off <= allowed:
-        yield f"the trained model's outputs differ from one process's by {off:.1e} (relative); {allowed:.0e} is allowed"
+        yield f"the trained model's outputs differ from a single process's by {off:.1e} (allowed: {allowed:.0e})"
 
 
 def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
@@ -126,7 +126,7 @@ def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
     before = _outputs(accelerator, trained, x)
     here = (
         Path(tempfile.gettempdir()) if accelerator.strategy.num_nodes == 1 else Path.cwd()
-    )  # a folder that all machines see
+    )  # a folder that all machines can access
     folder = here / f"paceline_test_{accelerator.strategy.broadcast(os.getpid())}"
     try:
         accelerator.save_state(str(folder))

@@ -11,7 +11,7 @@ from .launch_script import Script
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments: the flags of ``paceline launch``."""
+    """Add the command's arguments to ``parser``: the flags of ``paceline launch``."""
     add_flags(parser, script=False)
     parser.epilog = "Starts the same processes as paceline launch and exits with status 0 if all checks pass."
 

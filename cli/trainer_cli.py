@@ -33,7 +33,7 @@ from .argument_parser import (
     with_class_path,
 )
 
-#: Arguments of fit that are in a config only if they were given, so that a config of fit fits other subcommands too.
+#: Arguments of fit that a config contains only if they were given, so that fit's config works with all subcommands.
 _ONLY_IF_GIVEN = ("restore",)
 
 
@@ -234,7 +234,7 @@ class TrainerCLI:
             subcommands.add_subcommand(name, parser, help=help_line)
 
     def _needed_subcommands(self) -> list[str]:
-        """Return the subcommands whose arguments are needed: all, or only the named ones if help is asked for."""
+        """Return the subcommands whose arguments are needed: all, or only the named ones if help is requested."""
         names = list(self.subcommands())
         words = sys.argv[1:] if self._args is None else self._args
         if not isinstance(words, list) or {"-h", "--help"}.isdisjoint(words):
@@ -510,7 +510,7 @@ class _Keeping:
 
 
 def _configure_optimizers(configure: Callable[..., Any], module: TrainingModule, optimizer: Any, scheduler: Any) -> Any:
-    """Create the optimizer and scheduler when the Trainer needs them, because the parameters are not final earlier."""
+    """Create the optimizer and scheduler when the Trainer needs them; the parameters are not final before then."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, optimizer=made, lr_scheduler=scheduler and instantiate_class(made, scheduler))
 

@@ -14,12 +14,12 @@ class Environment:
     """A virtual environment.
 
     Args:
-        folder: where it is.
-        sources: the files that it is made from, such as a lock.
+        folder: the environment's folder.
+        sources: the files that the environment is built from, such as a lock file.
 
     Attributes:
-        python: its Python.
-        packages: the folder of its packages.
+        python: the environment's Python interpreter.
+        packages: the folder with its installed packages.
     """
 
     def __init__(self, folder: Path, *sources: Path) -> None:

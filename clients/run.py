@@ -1,14 +1,14 @@
-"""Libraries built on the packages that Paceline replaces, tested with the real package and with Paceline.
+"""Test libraries that are built on the packages that Paceline replaces, with the real package and with Paceline.
 
     python clients/run.py                       # all libraries of clients.toml; make clients does this
     python clients/run.py --only litgpt --keep
 
-Each library gets an environment in ``.clients``, with the versions of a file in ``locks``. Its tests are its own, from
-its source distribution on PyPI, or a file of ``scenarios``, which trains with it and records losses. They run twice, in
-copies of the source: with the real package, and under the stand-in. A table shows what both runs passed and the largest
-difference between their losses; below it stands each lost test with its error. A test is lost if it passes with the
-real package only, or if its losses differ. The exit status is 1 if a test is lost that ``clients.toml`` does not
-explain.
+Each library gets an environment in ``.clients``, with the versions in a file in ``locks``. The tests are the library's
+own, from its source distribution on PyPI, or a file in ``scenarios``, which trains with the library and records losses.
+They run twice, in copies of the source: with the real package and with Paceline. A table shows how many tests pass in
+each run and the largest difference between their losses; the lost tests and their errors follow. A test is lost if it
+passes only with the real package, or if its losses differ. The exit status is 1 if ``clients.toml`` does not explain a
+lost test.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from environments import Environment
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 WORK = ROOT / ".clients"
-#: Offline, on one thread, without a terminal: the same for both runs.
+#: Settings for both runs: offline, with one thread, without a terminal.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "COLUMNS": "160",
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
 }
-#: Python 3.11 knows the filter from 3.11.4 on.
+#: Python 3.11 supports the filter since 3.11.4.
 FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 
@@ -52,20 +52,21 @@ class Client:
     """A library of ``clients.toml``.
 
     Attributes:
-        name: on PyPI.
-        version: of the library.
+        name: the library's name on PyPI.
+        version: the library's version.
         stand_in: the package that the library is built on and that Paceline replaces.
-        uses: what of that package the library uses.
+        uses: the parts of that package that the library uses.
         scenarios: a file in ``scenarios`` that is run in place of the library's own tests.
-        environment: the file in ``locks`` and the environment, which libraries may share; the library's name if empty.
-        tests: files and folders of the source distribution that hold tests.
-        options: further arguments for pytest.
-        timeout: seconds for one test.
-        limit: seconds for all tests.
-        prepare: a script in ``added`` that runs once in the unpacked source, to make data that tests would download.
-        tolerance: how far the losses of the two runs of a test may be apart.
-        excluded: tests that run with neither package, and why.
-        explained: parts of names of lost tests, each with the reason, such as a row of the documentation.
+        environment: name of the environment and its file in ``locks``, which libraries may share; by default, the
+            library's name.
+        tests: files and folders with tests in the source distribution.
+        options: additional arguments for pytest.
+        timeout: maximum seconds for one test.
+        limit: maximum seconds for all tests.
+        prepare: a script in ``added`` that runs once in the unpacked source and creates data that tests would download.
+        tolerance: largest accepted difference between the losses of a test's two runs.
+        excluded: tests that are not run with either package, each with the reason.
+        explained: parts of the names of lost tests, each with the reason, such as a row in the documentation.
     """
 
     name: str
@@ -90,33 +91,33 @@ class Client:
 
     @property
     def folder(self) -> Path:
-        """Where the copies of its source are."""
+        """The folder with the copies of the library's source."""
         return WORK / "libraries" / self.name
 
     @property
     def place(self) -> Path:
-        """Its environment."""
+        """The folder of the library's environment."""
         return WORK / "environments" / self.environment
 
     @property
     def python(self) -> Path:
-        """The Python of its environment."""
+        """The Python interpreter of the library's environment."""
         return self.place / "bin" / "python"
 
     @property
     def lock(self) -> Path:
-        """The versions of everything in its environment."""
+        """The lock file with the versions of all packages in the library's environment."""
         return HERE / "locks" / f"{self.environment}.txt"
 
 
 @dataclass
 class Outcome:
-    """How a test ended.
+    """The outcome of a test.
 
     Attributes:
         word: ``passed``, ``skipped`` or ``failed``.
-        error: the first line of its error if it failed.
-        losses: what it recorded.
+        error: the first line of the error if the test failed.
+        losses: the losses that the test recorded.
     """
 
     word: str
@@ -124,13 +125,13 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
 
 
-#: A test that a run did not have.
+#: The outcome of a test that a run did not collect.
 MISSING = Outcome("was not collected")
 
 
 @dataclass
 class Result:
-    """Both runs of a library's tests."""
+    """The outcomes of both runs of a library's tests."""
 
     client: Client
     real: dict[str, Outcome]
@@ -139,18 +140,18 @@ class Result:
 
     @property
     def lost(self) -> list[str]:
-        """Tests that pass with the real package only, or whose losses differ."""
+        """Tests that pass only with the real package, or whose losses differ."""
         apart = [name for name, difference in self.differences.items() if difference > self.client.tolerance]
         return _only(self.real, self.paceline) + apart
 
     @property
     def gained(self) -> list[str]:
-        """Tests that pass with Paceline only."""
+        """Tests that pass only with Paceline."""
         return _only(self.paceline, self.real)
 
     @property
     def differences(self) -> dict[str, float]:
-        """How far the losses of each test that passes with both are apart; infinite if one has more of them."""
+        """Largest loss difference of each test that passes in both runs; infinite if the numbers of losses differ."""
         pairs = {name: (one, self.paceline.get(name, MISSING)) for name, one in self.real.items() if one.losses}
         return {
             name: max(map(_apart, one.losses, two.losses)) if len(one.losses) == len(two.losses) else math.inf
@@ -159,20 +160,20 @@ class Result:
         }
 
     def error(self, test: str) -> str:
-        """What a lost test failed with, in one line."""
+        """Return the error of a lost test, in one line."""
         found = self.paceline.get(test, MISSING)
         if test not in self.differences:
             return found.error or found.word
         if len(found.losses) != len(self.real[test].losses):
-            return f"{len(found.losses)} losses instead of {len(self.real[test].losses)}"
-        return f"losses are up to {self.differences[test]:.2g} apart"
+            return f"recorded {len(found.losses)} instead of {len(self.real[test].losses)} losses"
+        return f"losses differ by up to {self.differences[test]:.2g}"
 
     def explanation(self, test: str) -> str:
-        """Why a test may be lost; empty if nothing explains it."""
+        """Return why a test is expected to be lost; empty if nothing explains it."""
         return next((why for part, why in self.client.explained.items() if part in test), "")
 
     def summary(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return all results as plain data."""
         return {
             "version": self.client.version,
             "stands_in": self.client.stand_in,
@@ -186,12 +187,12 @@ class Result:
 
 
 def read_table(path: Path = HERE / "clients.toml") -> list[Client]:
-    """The libraries of the table, in its order."""
+    """Return the libraries in the table, in order."""
     return [Client(name, **row) for name, row in tomllib.loads(path.read_text()).items()]
 
 
 def install(client: Client) -> None:
-    """Make the environment, unless the one from the last time has the same versions."""
+    """Create the environment, unless the existing one has the same versions."""
     environment = Environment(client.place, client.lock)
     if not environment.is_current():
         environment.create(shared=False)
@@ -201,7 +202,7 @@ def install(client: Client) -> None:
 
 
 def fetch(client: Client) -> Path:
-    """The scenarios, or the unpacked source distribution with what ``added`` has for it."""
+    """Return the folder of the scenarios, or of the unpacked source distribution with the files in ``added``."""
     if client.scenarios:
         return HERE / "scenarios"
     source = client.folder / "source"
@@ -223,7 +224,7 @@ def fetch(client: Client) -> Path:
 
 
 def run_tests(client: Client, source: Path, *, stand_in: bool) -> tuple[dict[str, Outcome], float]:
-    """Run the tests in a copy of the source; their outcomes by name, and the seconds that all took."""
+    """Run the tests in a copy of the source; return their outcomes by name and the total seconds."""
     label = "paceline" if stand_in else "real"
     copy, report = client.folder / label, client.folder / f"{label}.xml"
     shutil.rmtree(copy, ignore_errors=True)
@@ -238,14 +239,14 @@ def run_tests(client: Client, source: Path, *, stand_in: bool) -> tuple[dict[str
         try:
             _call([client.python, *replace, *pytest], cwd=copy, log=log, limit=client.limit)
         except subprocess.TimeoutExpired:
-            print(f"{client.name}: the tests did not end within {client.limit} s; see {log.name}", file=sys.stderr)
+            print(f"{client.name}: the tests did not finish within {client.limit} s; see {log.name}", file=sys.stderr)
     if not report.exists():
         raise SystemExit(f"{client.name}: pytest wrote no report; see {client.folder / label}.log")
     return outcomes(report), time.monotonic() - start
 
 
 def outcomes(report: Path) -> dict[str, Outcome]:
-    """What a JUnit report says about each test."""
+    """Return the outcome of each test in a JUnit report."""
     found: dict[str, Outcome] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         test = f"{case.get('classname')}::{case.get('name')}"
@@ -259,11 +260,11 @@ def outcomes(report: Path) -> dict[str, Outcome]:
 
 
 def compare(client: Client) -> Result:
-    """Install, fetch and run both."""
+    """Install a library, fetch its tests, and run them with the real package and with Paceline."""
     print(f"{client.name} {client.version}: installing", file=sys.stderr)
     install(client)
     source = fetch(client)
-    print(f"{client.name}: its tests with {client.stand_in}, then with Paceline", file=sys.stderr)
+    print(f"{client.name}: running its tests with {client.stand_in}, then with Paceline", file=sys.stderr)
     real, real_seconds = run_tests(client, source, stand_in=False)
     if not _passed(real):
         raise SystemExit(f"{client.name}: no test passes with {client.stand_in}; see {client.folder / 'real.log'}")
@@ -272,9 +273,9 @@ def compare(client: Client) -> Result:
 
 
 def table(results: Iterable[Result]) -> str:
-    """The table, in Markdown."""
+    """Return the results as a Markdown table."""
     lines = [
-        "| library | uses | tests passed with the real package | with Paceline | lost | gained | losses apart by |",
+        "| library | uses | tests passed with the real package | with Paceline | lost | gained | losses differ by |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
@@ -287,7 +288,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def print_report(results: list[Result]) -> None:
-    """Print the table, and each lost test with its error and its explanation."""
+    """Print the table, then each lost test with its error and explanation."""
     print(f"\n{table(results)}")
     for result in results:
         if result.lost:
@@ -302,7 +303,7 @@ def _only(first: Mapping[str, Outcome], second: Mapping[str, Outcome]) -> list[s
 
 
 def _apart(one: float, two: float) -> float:
-    """How far two losses are apart; two that are not numbers are equal, and one alone is infinitely far."""
+    """Return the difference between two losses: 0 if both are NaN, infinity if only one is."""
     difference = 0.0 if one == two or (math.isnan(one) and math.isnan(two)) else abs(one - two)
     return math.inf if math.isnan(difference) else difference
 
@@ -317,7 +318,7 @@ def _first_line(text: str) -> str:
 
 
 def _call(command: list[Any], *, cwd: Path = ROOT, log: Any = None, limit: float | None = None) -> None:
-    """Run a command; its failure ends this program, unless its output goes to a log."""
+    """Run a command. If it fails, exit this program, unless the output goes to a log."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     output: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT} if log else {}
     command = [str(part) for part in command]
@@ -327,11 +328,11 @@ def _call(command: list[Any], *, cwd: Path = ROOT, log: Any = None, limit: float
 
 
 def main() -> None:
-    """Compare the libraries that were asked for."""
+    """Compare the requested libraries."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="NAME", help="this library; may be repeated")
-    parser.add_argument("--keep", action="store_true", help="leave environments, sources and logs, and use them again")
-    parser.add_argument("--json", type=Path, default=WORK / "report.json", help="where the report goes as JSON")
+    parser.add_argument("--only", action="append", metavar="NAME", help="test this library; may be repeated")
+    parser.add_argument("--keep", action="store_true", help="keep environments, sources and logs, and reuse them")
+    parser.add_argument("--json", type=Path, default=WORK / "report.json", help="path of the JSON report")
     arguments = parser.parse_args()
     clients = {client.name: client for client in read_table()}
     if unknown := set(arguments.only or ()) - set(clients):

@@ -1,4 +1,4 @@
-"""Replacements for other packages, so that programs written for them run on Paceline."""
+"""Replacements for other packages, with which programs written for those packages run on Paceline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import messages
 from . import finder
 
 PACKAGES = ("lightning", "accelerate")
-#: Environment variable with a comma-separated list of the packages to replace in a process and its child processes.
+#: Environment variable that lists the packages to replace in a process and its children, separated by commas.
 VARIABLE = "PACELINE_STANDS_IN"
 #: This folder has a subfolder for each package. The modules in a subfolder have the package's names, and install the
 #: replacement in Python processes that a program starts.
@@ -54,7 +54,7 @@ def _package(name: str) -> finder.Package:
 
 
 def _tell_children(name: str) -> None:
-    """Make Python processes started by this one find the replacement, too."""
+    """Make Python processes started by this one find the replacement too."""
     named = [one for one in os.environ.get(VARIABLE, "").split(",") if one]
     if name not in named:
         os.environ[VARIABLE] = ",".join([*named, name])

@@ -1,4 +1,4 @@
-"""Pytest plugin that replaces the packages listed in the environment variable ``PACELINE_STANDS_IN`` in tests, too."""
+"""Pytest plugin that replaces the packages listed in the environment variable ``PACELINE_STANDS_IN``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _END = object()
 
 
 class Batches:
-    """The batches of one epoch: those of ``loader`` from index ``skip`` up to ``limit``.
+    """The batches of one epoch: the loader's batches from index ``skip`` up to ``limit``.
 
     Without ``move`` and ``lookahead``, iterating costs no Python call per batch, because ``iter()`` returns the
     loader's own iterator. Call :meth:`close` when done, even after an exception, so that worker processes exit at once.
@@ -39,7 +39,7 @@ class Batches:
             No batch is fetched past the limit or past the loader's length.
         agree: function for several processes whose loaders have no known length. It receives whether this process has
             a batch, and returns whether all processes have one. The epoch ends on all processes when it ends on one.
-        skip: number of batches at the beginning that are already done (they count towards ``limit``). A map-style
+        skip: number of batches at the beginning that are already done (they count toward ``limit``). A map-style
             DataLoader skips them without loading anything; other loaders fetch and discard them.
         seed: number that, combined with each batch's index, seeds the RNG states of workers that load by index; None
             keeps torch's seeding.
@@ -47,7 +47,7 @@ class Batches:
         prepare: with ``lookahead``, called before the first batch is fetched.
 
     Attributes:
-        before_ahead: what ``remember`` returned just before the batch after the current one was fetched.
+        before_ahead: the result of the ``remember`` call that preceded fetching the next batch.
         exhausted: whether the most recent batch is known to be the last. Always False without ``lookahead``.
         left_over: whether the epoch ended although this process still had a batch.
     """
@@ -59,7 +59,6 @@ class Batches:
         "_loader",
         "_lookahead",
         "_move",
-        "_prepare",
         "_remember",
         "_seed",
         "_skip",
@@ -67,6 +66,7 @@ class Batches:
         "before_ahead",
         "exhausted",
         "left_over",
+        "prepare",
     )
 
     def __init__(
@@ -89,7 +89,7 @@ class Batches:
         self._skip = skip
         self._seed = seed
         self._remember = remember
-        self._prepare = prepare
+        self.prepare = prepare
         self.before_ahead: Any = None
         self._source: Iterator[Any] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -117,7 +117,7 @@ class Batches:
             return iter(())
         source, dropped = self._open()
         self._source = source
-        self._drop(source, dropped)  # done now, so that RNG states can be restored afterwards
+        self._drop(source, dropped)  # done now, so that RNG states can be restored afterward
         if not isinstance(self._loader, CombinedLoader):
             source = within_length(self._loader, source, self._skip)
         if limited:
@@ -129,8 +129,8 @@ class Batches:
         side = ahead(self._move)
         move = side or self._move
         source = source if move is None else map(move, source)
-        if self._prepare is not None:
-            self._prepare()
+        if self.prepare is not None:
+            self.prepare()
         first = next(source, _END)
         self.exhausted = first is _END
         return self._one_ahead(first, source, side.ready if side else None)
@@ -155,15 +155,15 @@ class Batches:
             next(islice(source, count, count), None)
             return
         advice = (
-            "A map-style dataset can. To resume from a checkpoint, so can a loader (or, without workers, an iterable "
-            "dataset) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader."
+            "Use a map-style dataset. To resume from a checkpoint, you can also use a loader (or, without workers, "
+            "an iterable dataset) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader."
         )
         if callable(getattr(self._loader, "state_dict", None)):
             advice = "It can resume only at a position that it saved itself, and none was saved for this pass."
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
-            f"To start after batch {count} of the epoch, {count} batches were loaded and discarded in "
+            f"To start after batch {count} of the epoch, all batches up to it were loaded and discarded in "
             f"{perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the middle. "
             f"{advice}",
             key="batches thrown away",

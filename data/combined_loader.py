@@ -70,8 +70,8 @@ class CombinedLoader:
     def flattened(self, loaders: Sequence[Any]) -> None:
         if len(loaders) != len(self._flattened):
             raise ValueError(
-                f"CombinedLoader.flattened needs {len(self._flattened)} loaders, but got {len(loaders)}. "
-                "Pass the same number of loaders, or create a new CombinedLoader."
+                f"CombinedLoader.flattened was set to a different number of loaders ({len(loaders)} instead of "
+                f"{len(self._flattened)}). Pass the same number of loaders, or create a new CombinedLoader."
             )
         self._flattened = list(loaders)
 
@@ -91,8 +91,8 @@ class CombinedLoader:
         values = list(limits) if isinstance(limits, Sequence) else [limits] * len(self._flattened)
         if len(values) != len(self._flattened):
             raise ValueError(
-                f"CombinedLoader.limits={values} has {len(values)} entries for {len(self._flattened)} loaders. "
-                "Set a single number for all loaders, or one number for each loader."
+                f"CombinedLoader.limits={values} does not have one entry per loader ({len(values)} instead of "
+                f"{len(self._flattened)}). Set a single number for all loaders, or one number for each loader."
             )
         if any(value < 0 for value in values):
             raise ValueError(f"CombinedLoader.limits={values} has a negative entry. Use 0 or more, or float('inf').")
@@ -114,8 +114,8 @@ class CombinedLoader:
             index = lengths.index(None)
             raise TypeError(
                 f"The length of this CombinedLoader is unknown, because loader {index} "
-                f"({type(self._flattened[index]).__name__}) has no __len__. Its entry in `limits` is only an upper "
-                "bound. If you need the length, define __len__ in the loader."
+                f"({type(self._flattened[index]).__name__}) has no __len__. The loader's entry in `limits` is only "
+                "an upper bound. If you need the length, define __len__ in the loader."
             )
         known = [length for length in lengths if length is not None]
         if self._mode == "sequential":
@@ -177,8 +177,8 @@ class CombinedLoader:
         states = state_dict["loaders"]
         if len(states) != len(self._flattened):
             raise ValueError(
-                f"The state is from {len(states)} loaders, but this CombinedLoader has {len(self._flattened)}. "
-                "Create it with the same loaders as the one that was saved."
+                f"The state is from a CombinedLoader with a different number of loaders ({len(states)} instead of "
+                f"{len(self._flattened)}). Create the CombinedLoader with the same loaders as the saved one."
             )
         for loader, state in zip(self._flattened, states, strict=True):
             if state is not None:
@@ -204,7 +204,7 @@ class CombinedLoader:
         return islice(within_length(loader, iterator), self._limit(index)), iterator
 
     def _parts(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
-        """Iterate over the steps; each item holds the batches of all loaders."""
+        """Iterate over the steps; each item contains the batches of all loaders."""
         if self._mode == "max_size_cycle":
             return self._cycled(passes, start)
         sources = [one.source for one in passes]
@@ -227,7 +227,7 @@ class CombinedLoader:
 
 
 class _Pass:
-    """A pass over one loader. Read ``source``, which ends at the limit, and close ``iterator`` afterwards."""
+    """A pass over one loader. Read ``source``, which ends at the limit, and close ``iterator`` afterward."""
 
     def __init__(self, combined: CombinedLoader, index: int, start: int, open_leaf: Open | None) -> None:
         self.combined, self.index = combined, index

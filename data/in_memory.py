@@ -48,9 +48,9 @@ class TensorRows:
 
 
 def rows_of(loader: DataLoader[Any]) -> TensorRows | None:
-    """Return a loader's :class:`TensorRows`, or None if indexing entire batches would give other batches than torch.
+    """Return a loader's :class:`TensorRows`, or None if batches indexed as a whole would differ from torch's.
 
-    They are the same if the loader has no workers, its dataset is a ``TensorDataset`` or a ``Subset`` of one
+    The batches are the same if the loader has no workers, its dataset is a ``TensorDataset`` or a ``Subset`` of one
     (``random_split``) on the CPU, and torch's own iterator and ``default_collate`` create the batches.
     """
     if loader.num_workers or loader.batch_sampler is None or loader.collate_fn is not default_collate:

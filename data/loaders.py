@@ -114,7 +114,7 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     """Make the order of the next epoch depend only on ``seed`` and ``epoch``, and call :func:`announce_epoch`.
 
     Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
-    seeds; both are reseeded each time. A generator that the user passed is left alone. All processes draw the same
+    seeds; both are reseeded each time. A generator that the user passed is not changed. All processes draw the same
     order, and each process uses its shard; the seeds of workers that augment samples differ between processes.
     """
     for index, leaf in enumerate(leaves_of(loader)):
@@ -153,7 +153,7 @@ def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
 
 
 def release_shuffling(loader: Any) -> None:
-    """Remove the generators that :func:`seed_shuffling` set, so that the loader is as the user created it."""
+    """Remove the generators that :func:`seed_shuffling` set, which restores the loader that the user created."""
     for leaf in leaves_of(loader):
         for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
@@ -163,8 +163,8 @@ def release_shuffling(loader: Any) -> None:
 def loader_state(loader: Any) -> dict[str, Any] | None:
     """Return a loader's state for a checkpoint: its own ``state_dict`` and the states of the user's generators.
 
-    A generator's state is saved as it is now and as it was before the current epoch. Returns None if the loader has
-    neither a ``state_dict`` nor generators.
+    For each generator, this includes its current state and its state before the current epoch. Returns None if the
+    loader has neither a ``state_dict`` nor generators.
     """
     states = [_leaf_state(leaf) for leaf in leaves_of(loader)]
     return {"loaders": states} if any(state is not None for state in states) else None
@@ -197,9 +197,9 @@ def load_loader_state(
     leaves, states = list(leaves_of(loader)), state["loaders"]
     if len(leaves) != len(states):
         messages.warn(
-            f"The checkpoint holds the states of {len(states)} loaders, but this run trains from {len(leaves)}, so "
-            "the states are ignored and the data starts over. To resume at the next batch, pass the saved run's "
-            "loaders to fit."
+            f"The checkpoint is from a run with a different number of loaders ({len(states)} instead of {len(leaves)}"
+            "), so their states are ignored and the data starts from the beginning. To resume at the next batch, pass "
+            "the saved run's loaders to fit."
         )
         return False
     positioned = _saves_position(loader) and not restarts
@@ -215,10 +215,10 @@ def _counts_all_ranks(state: Mapping[str, Any] | None) -> bool:
 
 
 def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
-    """Warn if a position within an epoch of streams was saved by another number of ranks, so that it fits only roughly.
+    """Warn if a position in streams was saved with a different number of ranks, so that it is only approximate.
 
-    Streams that split themselves by rank give this number of ranks other samples. Several workers take turns in larger
-    or smaller rounds, so each of them has read up to another place.
+    Streams that split themselves by rank give each rank different samples if the number of ranks changes. If several
+    workers take turns, the samples per turn also depend on it, so each worker had read up to a different position.
     """
     if _counts_all_ranks(state):
         return
@@ -226,15 +226,15 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
         dataset, workers = getattr(leaf, "dataset", leaf), getattr(leaf, "num_workers", 0)
         name = type(getattr(whole_of(leaf), "dataset", leaf)).__name__
         if splits_itself(dataset):
-            why, instead = f"{name} decides by itself which samples each rank reads", "do not split it by rank yourself"
+            why, instead = f"{name} itself decides which samples each rank reads", "let Paceline split the data by rank"
         elif isinstance(dataset, IterableDataset) and workers > 1:
             why, instead = f"{workers} workers read {name} in turns", "use at most one worker"
         else:
             continue
         messages.warn_once(
-            f"The saved run had another number of ranks, and {why}. So its position fits this number of ranks only "
-            "roughly: the rest of this epoch may repeat some samples and leave out others. The next epoch is complete. "
-            f"To avoid that, finish the epoch with the saved number of ranks, or {instead}."
+            f"The saved run had a different number of ranks, and {why}. Its position is therefore only approximate: "
+            "the rest of this epoch may repeat some samples and skip others. The next epoch is complete. To resume "
+            f"exactly, finish the epoch with the saved number of ranks, or {instead}."
         )
         return
 
@@ -278,8 +278,8 @@ def without_shuffling(loader: Any) -> Any:
     raise ValueError(
         f"overfit_batches needs the same batches every epoch, but the batch sampler of the {type(loader).__name__}, a "
         f"{type(batches).__name__}, has no `sampler` attribute, so its shuffling cannot be turned off. Pass a loader "
-        "with batch_size= and shuffle=False. Or keep a batch sampler, one that does not shuffle, and replace "
-        "overfit_batches= with limit_train_batches=."
+        "with batch_size= and shuffle=False. Or use a batch sampler that does not shuffle, and limit_train_batches= "
+        "instead of overfit_batches=."
     )
 
 
@@ -471,12 +471,13 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
 
 
 def _tell_other_loader(loader: Any) -> None:
-    dataset = getattr(loader.dataset, "whole_dataset", loader.dataset)  # a rank's stream stands for the user's
+    dataset = getattr(loader.dataset, "whole_dataset", loader.dataset)  # a rank's stream wraps the user's dataset
     package = dataset.state_dict.__module__.partition(".")[0]
     messages.warn_once(
-        f"A {type(dataset).__name__} of {package!r} can save its position only in the loader of its package, but is "
-        f"read with a {type(loader).__name__}. A resumed run reads the epoch again up to its position, perhaps in "
-        f"another order, so that samples are repeated or left out. Use {package}.StreamingDataLoader."
+        f"A {type(dataset).__name__} of {package!r} can save its position only with its own package's loader, but "
+        f"this run reads it with a {type(loader).__name__}. A resumed run reads the epoch again up to the saved "
+        "position, possibly in a different order, so samples may be repeated or skipped. Use "
+        f"{package}.StreamingDataLoader."
     )
 
 
@@ -487,7 +488,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if positioned and owner is not None:
         owner.load_state_dict(state["state_dict"])
     elif positions and "state_dict" in state:
-        lost.append("its position (the loader has no load_state_dict now)")
+        lost.append("the position in the data (this loader has no load_state_dict)")
     shard = shard_of(loader)
     # A shard with a sampler goes through the full order again, wherever the loader resumes.
     draws_anew = not positioned or (shard is not None and not shard.alike)
@@ -498,10 +499,10 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
             generator.set_state(generator_state)
             _note_epoch_start(generator, generator_state)
     else:
-        lost.append(f"the states of {len(saved)} random generators (the loader has {len(generators)} now)")
+        lost.append(f"the states of random generators ({len(saved)}; this loader has {len(generators)})")
     if lost:
         messages.warn(
-            f"The checkpoint holds {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
+            f"The checkpoint contains {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
             "restore, so the order of the data will differ from the saved run. To avoid that, pass the saved run's "
             "loader to fit."
         )

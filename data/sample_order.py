@@ -70,7 +70,7 @@ class _Inside:
 
     def __iter__(self) -> Iterator[Any]:
         items = iter(self.sampler)
-        is_stream = isinstance(self.sampler, IterableDataset)  # its length decides how processes weigh their parts
+        is_stream = isinstance(self.sampler, IterableDataset)  # its length determines how processes weight their parts
         if type(items) in RUN_NOTHING and not is_stream:
             return items
         return _first(items, length_of(self.sampler), close=items is not self.sampler)
@@ -96,7 +96,7 @@ def _from_first(sampler: Any) -> Iterator[Any]:
 def _ends_by_itself(sampler: Any) -> bool:
     """Return True if a sampler must be read to its end, because torch's samplers draw from their generators there.
 
-    A dataset that saves its position must also be read to its end, so that it returns to its beginning.
+    A dataset that saves its position must also be read to its end, so that its position returns to the beginning.
     """
     source = sampler.sampler if cuts(sampler) else sampler
     module = type(source).__module__

@@ -4,7 +4,7 @@ The processes do not communicate. Each one iterates over the same full order and
 :func:`seed_shuffling` must be called before each epoch, with the same arguments on every process.
 
 To put an evaluation's outputs into the dataset's order, join them round by round, and rank by rank within each round,
-without those of :func:`surplus` batches.
+leaving out the outputs of :func:`surplus` batches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .uneven_shards import Division, RoundShare, Shard
 #: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
-#: Attributes for the number of ranks, one of which a sampler that splits the samples by rank has (torch, transformers).
+#: Attributes in which samplers that split the samples by rank store the number of ranks (torch, transformers).
 _RANKS = ("num_replicas", "world_size", "dp_size")
 
 
@@ -179,12 +179,12 @@ class RankSampler(Shard, Sampler[Any]):
 
     @property
     def share(self) -> float:
-        """See :func:`last_share`."""
+        """Return the weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self._items)
         return self._share if total is None else self.division.share(total)
 
     def record(self) -> Iterator[list[Any]]:
-        """See :func:`batch_indices`."""
+        """Record the indices of each batch; see :func:`batch_indices`."""
         records = self._records = deque()
         return iter(lambda: records.popleft() if records else None, None)
 
@@ -230,7 +230,7 @@ class RankStream(Shard, IterableDataset[Any]):
 
     @property
     def share(self) -> float:
-        """See :func:`last_share`."""
+        """Return the weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self.whole_dataset) if self._workers < 2 else None
         if total is not None:
             return self.division.share(total)
@@ -280,7 +280,7 @@ class RankIterable(Shard):
 
     @property
     def share(self) -> float:
-        """See :func:`last_share`."""
+        """Return the weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self.paceline_whole)
         return self._share if total is None else self.division.share(total)
 
@@ -371,9 +371,9 @@ def is_split(loader: Any) -> bool:
     known = num_ranks_of(dataset)
     if known == 1 and counts_ranks_at_creation(dataset):
         raise ValueError(
-            f"The {type(dataset).__name__} was created before this run's processes started. It found 1 rank then, so "
-            "every rank would read all of its samples. Create it later: in train_dataloader() of the module or "
-            "DataModule, or after the Accelerator."
+            f"The {type(dataset).__name__} was created before this run's processes started. At that time, it found "
+            "only 1 rank, so every rank would read all of its samples. Create it later: in train_dataloader() of the "
+            "module or DataModule, or after the Accelerator."
         )
     return known is not None and known > 1
 
@@ -395,7 +395,7 @@ def _note_all_read(source: Any, world: int) -> None:
 
 
 def _from(owner: Any, place: str, name: str) -> Any:
-    """Return an attribute of the object that ``owner`` replaces, except for dunder names.
+    """Look up an attribute on the object that ``owner`` replaces; dunder names raise an AttributeError.
 
     Dunder names may be looked up before ``owner`` has that object.
     """

@@ -1,4 +1,4 @@
-"""Facts about the iterable datasets of other packages: which ranks they know, and what their saved positions mean."""
+"""Detects how other packages' iterable datasets split samples by rank, and what their saved positions include."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-#: Attributes in which datasets keep their number of ranks (Hugging Face, LitData and Mosaic), and its name in there.
+#: Attributes of datasets (Hugging Face, LitData and Mosaic) that contain the number of ranks, each with its name there.
 _RANKS = {"_distributed": "world_size", "distributed_env": "world_size", "_unique_rank_world": "num_ranks"}
 
 
 def num_ranks_of(dataset: Any) -> int | None:
-    """Return the number of ranks among which a dataset splits its samples itself; None if it does not."""
+    """Return the number of ranks across which a dataset itself splits its samples; None if it does not split them."""
     for place, name in _RANKS.items():
         known = getattr(dataset, place, None)
         if known is not None:
@@ -21,9 +21,9 @@ def num_ranks_of(dataset: Any) -> int | None:
 
 
 def splits_shards(dataset: Any) -> bool:
-    """Return True if a WebDataset pipeline gives each rank its own shards, whatever the number of ranks.
+    """Return True if a WebDataset pipeline gives each rank its own shards, for any number of ranks.
 
-    A ``WebLoader`` is a pipeline too, whose first stage is a loader of such a dataset.
+    A ``WebLoader`` is also a pipeline. Its first stage is a loader for such a dataset.
     """
     stages = getattr(dataset, "pipeline", None)
     if not isinstance(stages, list):
@@ -33,23 +33,23 @@ def splits_shards(dataset: Any) -> bool:
 
 
 def splits_itself(dataset: Any) -> bool:
-    """Return True if a dataset decides by itself what each rank reads, also if there is only one rank now."""
+    """Return True if a dataset itself decides what each rank reads, even if there is only one rank now."""
     return num_ranks_of(dataset) is not None or splits_shards(dataset)
 
 
 def counts_ranks_at_creation(dataset: Any) -> bool:
-    """Return True for the datasets of LitData and Mosaic, which look up the number of ranks when they are created."""
+    """Return True if a dataset looks up the number of ranks when it is created, as LitData's and Mosaic's do."""
     return any(getattr(dataset, place, None) is not None for place in ("distributed_env", "_unique_rank_world"))
 
 
 def saves_position(thing: Any) -> bool:
-    """Return True if a loader or dataset can save its position and resume exactly there."""
+    """Return True if a loader or dataset can save its position and resume at exactly that position."""
     state_dict, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
     return callable(state_dict) and callable(load) and not needs_counts(thing) and not _has_shuffle_buffer(thing)
 
 
 def needs_counts(dataset: Any) -> bool:
-    """Return True if a dataset's ``state_dict`` needs arguments, which only the loader of its own package knows."""
+    """Return True if a dataset's ``state_dict`` needs arguments that only its own package's loader knows."""
     state_dict = getattr(dataset, "state_dict", None)
     if not callable(state_dict):
         return False
@@ -62,7 +62,7 @@ def needs_counts(dataset: Any) -> bool:
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Return True if a Hugging Face dataset has a shuffle buffer, whose samples its saved position does not include."""
+    """Return True if a Hugging Face dataset has a shuffle buffer, whose contents are not part of its saved position."""
     pending = [getattr(dataset, "_ex_iterable", None)]
     while pending:
         step = pending.pop()
@@ -75,6 +75,6 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
 
 
 def counts_all_ranks(state: Any) -> bool:
-    """Return True if a saved position counts the samples of all ranks, so that any number of ranks can resume there."""
+    """Return True if a saved position counts the samples of all ranks, so that any number of ranks can use it."""
     inner = state.get("dataset", state) if isinstance(state, Mapping) else None
     return isinstance(inner, Mapping) and {"sample_in_epoch", "num_canonical_nodes"} <= inner.keys()

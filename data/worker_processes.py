@@ -56,7 +56,7 @@ class _Start:
 
     Args:
         users: the user's ``worker_init_fn``.
-        served: whether a fork server, and not the run itself, starts the worker.
+        served: whether a fork server, rather than the run itself, starts the worker.
     """
 
     def __init__(self, users: Callable[[int], Any] | None, served: bool) -> None:
@@ -135,7 +135,7 @@ def explain_lost_worker(
 
     Args:
         error: the error that was raised.
-        where: text that says where the run was; may be empty.
+        where: text that describes what the run was doing; may be empty.
         name: function that returns the user's name for a loader, or None if the loader has no name.
     """
     lost = _lost(error)
@@ -187,7 +187,7 @@ def _ended(workers: list[Any]) -> tuple[int, int] | None:
     If no worker has failed yet, wait for one to exit, because a worker's connection closes before its process exits.
     """
     if workers and not any(worker.exitcode for worker in workers):
-        with suppress(RuntimeError):  # torch's own error about it
+        with suppress(RuntimeError):  # torch's own error about the worker
             ending = wait([worker.sentinel for worker in workers if worker.exitcode is None], _ENDING_SECONDS)
             for worker in workers:
                 if worker.sentinel in ending:

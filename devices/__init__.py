@@ -1,1 +1,1 @@
-"""Devices: one table per kind (CPU, CUDA and ROCm, MPS, XPU, TPU, others), which all other code asks."""
+"""One class per kind of device (CPU, CUDA and ROCm, MPS, XPU, TPU, others), for all that differs between kinds."""

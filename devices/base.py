@@ -1,4 +1,4 @@
-"""The questions that Paceline asks about a kind of device, with the answers of a CPU."""
+"""The interface that each kind of device implements; its defaults are those of a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 class DeviceKind:
     """A kind of device, such as all CUDA GPUs of this process. There is one object per kind: see ``kind_of``.
 
-    This class answers for a device that computes while the host waits, has no number, and does not count its memory.
+    The defaults describe a device that computes while the host waits, has no index, and does not count its memory.
 
     Attributes:
         name: the ``type`` of its ``torch.device`` objects.
@@ -27,7 +27,7 @@ class DeviceKind:
     one_per_process: bool = False
     #: Whether a process group should be created for one device of this kind, which connects the processes immediately.
     binds_process_group: ClassVar[bool] = False
-    #: The widest floating-point dtype that it computes in.
+    #: The widest floating-point dtype that its devices compute in.
     widest_float: ClassVar[torch.dtype] = torch.float64
     #: Environment variable that selects which devices a process sees.
     visible_variable: ClassVar[str | None] = None
@@ -54,7 +54,7 @@ class DeviceKind:
         """Prepare the devices for use, as their first use would."""
 
     def make_current(self, device: torch.device) -> None:
-        """Make ``device`` the one that an index-free ``torch.device`` means."""
+        """Make ``device`` the current one, to which a ``torch.device`` without an index refers."""
 
     def name_of(self, device: torch.device | int) -> str:
         """Return the model name of a device."""
@@ -65,7 +65,7 @@ class DeviceKind:
         return None
 
     def prepare_launch(self, num_processes: int) -> None:
-        """Set what ``num_processes`` processes on this machine need in their environment. Called before they start."""
+        """Set environment variables for ``num_processes`` processes on this machine. Called before they start."""
 
     def collective_backend(self) -> str:
         """Return the ``torch.distributed`` backend that communicates between such devices."""
@@ -102,7 +102,7 @@ class DeviceKind:
             self.synchronize(device)
 
     def new_stream(self, device: torch.device) -> Any:
-        """Return a new stream of a device. Only for kinds that overlap copies, like the two methods below."""
+        """Return a new stream of a device. Only kinds that overlap copies support this and the next two methods."""
         raise NotImplementedError(f"Torch has no streams for the {self.title}.")
 
     def current_stream(self, device: torch.device) -> Any:
@@ -140,18 +140,18 @@ class DeviceKind:
         return None
 
     def allocated_memory(self, device: torch.device | None = None) -> int:
-        """Return the bytes that tensors use on a device (None: the current one); 0 if they are not counted."""
+        """Return the number of bytes in tensors on a device (None: the current one); 0 if they are not counted."""
         return 0
 
     def peak_memory(self, device: torch.device | None = None) -> int:
-        """Return the most bytes that tensors have used since :meth:`reset_peak_memory`; 0 if they are not counted."""
+        """Return the peak number of bytes in tensors since :meth:`reset_peak_memory`; 0 if they are not counted."""
         return 0
 
     def reset_peak_memory(self, device: torch.device | None = None) -> None:
         """Restart the measurement of :meth:`peak_memory`."""
 
     def release_cached_memory(self) -> None:
-        """Return memory that torch keeps for later tensors to the device."""
+        """Free device memory that torch keeps cached for later tensors."""
 
     def stats(self, device: torch.device) -> dict[str, Any]:
         """Return the statistics that ``DeviceStatsMonitor`` logs."""
@@ -160,7 +160,7 @@ class DeviceKind:
     # ---- random numbers ----------------------------------------------------------------------------------------------
 
     def random_state(self, device: torch.device) -> Tensor | None:
-        """Return the state of a device's generator, shape (n,), uint8, on the CPU; None if it has no own generator."""
+        """Return the state of a device's own generator, shape (n,), uint8, on the CPU; None if there is none."""
         return None
 
     def set_random_state(self, state: Tensor, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from .base import DeviceKind
 
 
 class CPU(DeviceKind):
-    """The CPU. Its random state is the host's, and its memory the process's, which other code reads."""
+    """The CPU. Other code reads its RNG state (the host's) and its memory use (the process's)."""
 
     name = "cpu"
     title = "CPU"

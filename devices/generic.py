@@ -15,8 +15,8 @@ from .base import DeviceKind
 class Generic(DeviceKind):
     """A kind of device that is known only by the name that torch gives it.
 
-    What torch asks of every such package is taken from its module (``torch.npu``, ``torch.hpu``), and the rest from
-    ``torch.accelerator``.
+    Functions that torch requires of every such package come from its module (``torch.npu``, ``torch.hpu``), and all
+    others from ``torch.accelerator``.
     """
 
     is_numbered: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class Generic(DeviceKind):
         return torch.get_device_module(self.name)
 
     def _function(self, name: str) -> Any:
-        """Return the function of that name, of the kind's own module if it has one."""
+        """Return the function with this name from the kind's own module, or else from ``torch.accelerator``."""
         return getattr(self.module, name, None) or getattr(torch.accelerator, name)
 
     # ---- which devices -----------------------------------------------------------------------------------------------
@@ -127,11 +127,11 @@ class Generic(DeviceKind):
         return None if found is None else found[0]
 
     def _memory_info(self, device: torch.device | int | str) -> tuple[int, int] | None:
-        """Return a device's free and total bytes; None if it does not say."""
+        """Return a device's free and total bytes; None if they are unknown."""
         asked = getattr(self.module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
         try:
             return None if asked is None else asked(device)
-        except RuntimeError:  # this kind does not say
+        except RuntimeError:  # this kind does not report its memory
             return None
 
     def allocated_memory(self, device: torch.device | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Find the table of a kind of device: ``kind_of(tensor.device)``."""
+"""Look up the kind of a device: ``kind_of(tensor.device)``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .mps import MPS
 from .tpu import TPU
 from .xpu import XPU
 
-#: CUDA and ROCm. Few things exist only there, such as NVIDIA's tools.
+#: CUDA and ROCm, for the few features that only these have, such as NVIDIA's tools.
 CUDA_KIND = CUDA()
-#: All kinds that have a table, best first; kinds that only torch knows by name are added when they are first asked for.
+#: All kinds with a class of their own, best first; kinds known only by torch's name are added on first use.
 _KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (CUDA_KIND, MPS(), XPU(), TPU(), CPU())}
 
 

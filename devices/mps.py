@@ -11,9 +11,9 @@ from .base import DeviceKind
 
 
 class MPS(DeviceKind):
-    """Apple's GPU, of which a Mac has one.
+    """Apple's GPU. A Mac has only one.
 
-    Torch gives programs no streams for it, so copies do not run beside other work, but it has events.
+    Torch has events for it but no streams, so copies do not overlap with computation.
     """
 
     name = "mps"

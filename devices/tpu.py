@@ -14,7 +14,7 @@ from .generic import Generic
 
 
 class TPU(Generic):
-    """TPUs: each process sees one, and its module leaves most questions to ``torch.accelerator``."""
+    """TPUs. Each process sees one TPU, and most functions come from ``torch.accelerator``."""
 
     one_per_process = True
     visible_variable: ClassVar[str | None] = "TPU_VISIBLE_CHIPS"

@@ -24,6 +24,7 @@ extensions = [
     "reference",
     "sources",
     "surroundings",
+    "versions",
 ]
 exclude_patterns = ["site", "static", "pictures"]
 

@@ -55,7 +55,7 @@ def data_bound(case: Case) -> Finding | None:
     where = f" on rank {facts.rank}" if len(case) > 1 else ""
     if workers is None:
         change = (
-            f"Use a DataLoader with num_workers, or prepare the batches in advance: a "
+            "Use a DataLoader with num_workers, or prepare the batches in advance: the "
             f"{facts.loader.get('kind', 'loader')} loads them in the training process."
         )
     else:
@@ -110,7 +110,7 @@ def too_many_workers(case: Case) -> Finding | None:
         "The workers compete for the cores with each other and with the training process. Each also keeps prefetched "
         "batches in memory and takes time to start.",
         f"Set num_workers={wanted}.",
-        "The first step starts earlier, less memory is used, and throughput stays the same or rises a little.",
+        "The first step starts earlier, less memory is used, and throughput stays the same or rises slightly.",
         share=facts.share("data") / 2,
     )
 

@@ -83,7 +83,7 @@ def hook_of(action: str) -> str:
 
 
 class Doctor(Profiler):
-    """Measures a fit and reports, even after an error, what is slow, why, and how much a change would gain.
+    """Measures a fit and reports, even after an error, what is slow, why, and how much a change would help.
 
     Measuring costs a few microseconds per step. Your own ``trainer.profiler.profile(name)`` blocks count toward the
     part of the step that they are in.
@@ -170,7 +170,7 @@ class Doctor(Profiler):
             yield batch
 
     def _at(self, step: int) -> None:
-        """Handle a step boundary where something changes; ``step`` is the step that comes next."""
+        """Handle a step boundary where something changes; ``step`` is the next step."""
         clock, watch, device = self.clock, self.step_watch, self.device_clock
         if watch is not None:
             watch.end()

@@ -48,7 +48,7 @@ def memory_nearly_full(case: Case) -> Finding | None:
 
 
 def fragmentation(case: Case) -> Finding | None:
-    """Report that much of torch's memory is unused between tensors, so that torch had to reallocate memory."""
+    """Report that torch had to reallocate memory because much of it was unused between tensors."""
     for facts in case:
         memory = facts.memory
         total, retries = memory.get("total", 0.0), memory.get("retries", 0.0)
@@ -60,7 +60,7 @@ def fragmentation(case: Case) -> Finding | None:
                 f"torch had to return memory and allocate it again {retries:.0f} times, waiting for the GPU each time, "
                 "because sizes change from step to step.",
                 "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and use batches of few different shapes.",
-                "There are no more waits for memory, and there is room for a larger batch.",
+                "Steps no longer wait for memory, and a larger batch fits.",
                 0.05,
             )
     return None
@@ -77,7 +77,7 @@ def oversubscribed_threads(case: Case) -> Finding | None:
         "oversubscribed_threads",
         f"{wanted} threads compute on {facts.cores} core{'' if facts.cores == 1 else 's'} "
         f"({facts.local_world_size} process{'' if facts.local_world_size == 1 else 'es'} with {facts.threads} each).",
-        "The threads interrupt each other during their work and wait for each other at its end.",
+        "The threads interrupt each other while they compute and wait for each other when they finish.",
         f"Set OMP_NUM_THREADS={each}, or call torch.set_num_threads({each}).",
         "Computing on the CPU is often 1.5 to 3 times as fast.",
         0.3 if facts.device == "cpu" else 0.1,

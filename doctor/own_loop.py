@@ -26,9 +26,9 @@ _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 
 
 class OwnLoop:
-    """Times an Accelerator's methods and what it prepares, and gives the doctor the facts about the user's loop.
+    """Times an Accelerator's methods and prepared objects, and gives the doctor the facts about the user's loop.
 
-    The Accelerator asks for this while it binds its methods, models, optimizers and loaders.
+    The Accelerator uses this object when it binds its methods, models, optimizers and loaders.
     """
 
     own_loop = True
@@ -62,12 +62,12 @@ class OwnLoop:
             examiner.teardown("fit")
 
     def begin(self) -> None:
-        """Begin to time the loop."""
+        """Start timing the loop."""
         self.accelerator.observe(*self.accelerator.gradient_state.observers, self)
         self.examiner.begin(self)
 
     def stop(self) -> None:
-        """Time nothing any more."""
+        """Stop timing the loop."""
         self.accelerator.observe(*(one for one in self.accelerator.gradient_state.observers if one is not self))
 
     # ---- facts for the doctor ---------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class PlannedLoop(OwnLoop):
         atexit.register(self._finish_if_it_went_well)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches, and exit the program when there have been enough."""
+        """Yield the batches, and exit the program after the plan's number of batches."""
         for batch in super().batches(iterator):
             yield batch
             self._plan.steps -= 1
@@ -196,7 +196,7 @@ class PlannedLoop(OwnLoop):
             self.examiner.teardown("fit")
 
     def _finish_if_it_went_well(self) -> None:
-        """Write the report when the program ends, unless it failed. Writing the report needs every process."""
+        """Write the report when the program ends, unless it failed: writing the report requires every process."""
         if getattr(sys, "last_value", None) is None:
             self.training_ends()
 

@@ -20,7 +20,7 @@ def _own(facts: Facts) -> float:
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that the slowest rank waits for gradients; it waits for no other rank."""
+    """Return the seconds per step that the slowest rank, which waits for no other rank, waits for gradients."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
@@ -66,7 +66,7 @@ def communication_bound(case: Case) -> Finding | None:
         "that time.",
         f"Set {often} to communicate a quarter as often, or use a larger batch, which computes longer for the same "
         f"bytes.{half}",
-        f"Communicating a quarter as often is about {1 / (1 - share * 0.75):.1f} times as fast.",
+        f"Training is about {1 / (1 - share * 0.75):.1f} times as fast with a quarter of the communication.",
         share,
     )
 
@@ -96,8 +96,8 @@ def stragglers(case: Case) -> Finding | None:
         f"Rank {slowest.rank} takes {duration(lost)} longer for a step than the others, and {waiting} "
         f"wait{'s' if len(others) == 1 else ''} {percent(share)} of the time.",
         f"It spends {duration(late[part])} more per step on {WORDS[part]}{f': {named}' if named else ''}.",
-        "Look for differences there: longer samples (sort or bucket them), other programs on its cores or GPU, an "
-        "overheated GPU, a slower disk.",
+        "Look for differences on that rank: longer samples (sort or bucket them), other programs on its cores or "
+        "GPU, an overheated GPU, a slower disk.",
         faster(share, "the wait"),
         share,
     )

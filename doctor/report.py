@@ -52,7 +52,7 @@ class Report:
         first = self.ranks[0]
         if not first.steps:
             return (
-                f"The run was too short to say anything, because the first {WARM_UP} batches do not count. Train on "
+                f"The run was too short to diagnose, because the first {WARM_UP} batches are not measured. Train on "
                 f"{WARM_UP + 1} or more batches."
             )
         speed = first.samples_per_second
@@ -78,9 +78,9 @@ class Report:
         if best is None:
             return ""
         if len(self.trials) > 1 and all("error" in row for row in self.trials[1:]):
-            return " Everything that was tried failed; the table says why."
+            return " All of the tried changes failed; the table shows why."
         if best["factor"] == 1.0:
-            return " Nothing that was tried is faster."
+            return " None of the tried changes is faster."
         return f" Of the changes tried, {best['what']} is best: {best['factor']:.2f} times as fast."
 
     def text(self) -> str:
@@ -250,7 +250,7 @@ class Report:
         }
         steps, shown = self.ranks[0].steps, len(self.ranks[0].step_seconds)
         every = f", one in {-(-steps // shown)} shown" if shown and steps > 2 * shown else ""
-        return line_chart(series, f"step after the warm-up{every}", "ms")
+        return line_chart(series, f"step after the warmup{every}", "ms")
 
     def _run_rows(self) -> list[list[object]]:
         def loader(facts: Facts) -> str:
@@ -259,12 +259,12 @@ class Report:
         named = {
             "device": lambda f: f.device_name or f.device,
             "strategy": lambda f: f.strategy,
-            "steps that count": lambda f: f.steps,
+            "measured steps": lambda f: f.steps,
             "batch": lambda f: f.batch_size or "-",
             "accumulated batches": lambda f: f.accumulate,
             "loader": loader,
             "cores, threads": lambda f: f"{f.cores}, {f.threads}",
-            "operators a step": lambda f: f.operators or "-",
+            "operators per step": lambda f: f.operators or "-",
             "garbage collection": lambda f: f"{duration(f.collection_seconds)} in {f.collections} runs",
             "whole run": lambda f: duration(f.run_seconds),
             "compiling, whole run": lambda f: duration(f.run_parts.get("compile", 0.0)),

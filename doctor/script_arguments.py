@@ -11,7 +11,7 @@ ARGUMENTS = ("devices", "strategy", "compile", "accumulate_grad_batches", "preci
 
 
 def overruled(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a Trainer's arguments with the plan's changes, or unchanged if there is no plan."""
+    """Return a Trainer's arguments with the plan's changes; unchanged if there is no plan."""
     plan = Plan.found()
     if plan is None:
         return given

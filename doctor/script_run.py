@@ -68,10 +68,13 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
     """Return a DataLoader for the same data with different settings.
 
     Raises:
-        ValueError: this kind of loader cannot be changed.
+        ValueError: if this kind of loader cannot be changed.
     """
     if type(loader) is not DataLoader:
-        raise ValueError(f"The doctor cannot change a {type(loader).__name__}. Pass a plain DataLoader.")
+        raise ValueError(
+            f"The doctor cannot change the settings of a loader of type {type(loader).__name__}. Pass a plain "
+            "DataLoader."
+        )
     workers = loader.num_workers if num_workers is None else num_workers
     options: dict[str, Any] = {
         "num_workers": workers,
@@ -86,7 +89,10 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
     }
     plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
     if batch_factor != 1 and not plain:
-        raise ValueError("This loader's batch_sampler sets the batch size, so the doctor cannot change it.")
+        raise ValueError(
+            "This loader's batch_sampler sets the batch size, so the doctor cannot change it. To try other sizes, "
+            "pass batch_size instead."
+        )
     if plain:
         options |= {"batch_size": (loader.batch_size or 1) * batch_factor, "drop_last": loader.drop_last}
         options["sampler"] = loader.sampler

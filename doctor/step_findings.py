@@ -48,15 +48,15 @@ def host_syncs(case: Case) -> Finding | None:
         "host_syncs",
         f"{len(lines)} line{'s' if len(lines) > 1 else ''} of the step make{'' if len(lines) > 1 else 's'} the host "
         f"wait for the {'GPU' if on_gpu else 'device'}: {listed}{more}.",
-        f"The first line {first['what']}. Until the device has caught up, the host queues no new work, and then the "
-        "device is idle." + ("" if on_gpu else " On a CPU this costs nothing."),
+        f"The first line {first['what']}. The host queues no new work until the device has caught up, and then the "
+        "device is idle." + ("" if on_gpu else " On a CPU, this costs nothing."),
         there(
             case,
             "Keep values as tensors: self.log(name, tensor) reads them later, all at once.",
             "Keep values as tensors, and read them every n steps, all at once.",
         )
         + " Use torch.where instead of if.",
-        "The host can queue work ahead again." if on_gpu else "Nothing on a CPU; on a GPU the host can work ahead.",
+        "The host can queue work ahead again." if on_gpu else "None on a CPU; on a GPU, the host can queue work ahead.",
         share=0.1 if on_gpu else 0.0,
         is_note=not on_gpu,
     )
@@ -104,7 +104,7 @@ def recompiles(case: Case) -> Finding | None:
     if not often:
         return Finding(
             "recompiles",
-            f"Compiling takes {percent(share)} of the time even after the first steps.",
+            f"Compilation takes {percent(share)} of the time even after the first steps.",
             "torch.compile keeps compiling new graphs during training.",
             "Compile once before training, or set TORCH_LOGS=recompiles to see what is compiled.",
             faster(share, "compiling"),
@@ -115,12 +115,12 @@ def recompiles(case: Case) -> Finding | None:
         "recompiles",
         f"torch.compile compiled {first['function']} {first['times'] + 1} times ({duration(spent)} for all compiling).",
         f"The last reason: {first['reason']}." if first["reason"] else "Torch gives no reason.",
-        "Use few different batch shapes (drop_last=True, padding, buckets), or compile for dynamic shapes ("
+        "Use fewer batch shapes (drop_last=True, padding, buckets), or compile for dynamic shapes ("
         + there(case, "Trainer(compile={'dynamic': True})", "TorchDynamoPlugin(dynamic=True)")
         + ").",
         faster(share, "compiling")
         if share > 0.01
-        else "The stalls end; after 8 recompilations torch gives up and runs uncompiled.",
+        else "The stalls end. After 8 recompilations, torch gives up and runs the function uncompiled.",
         max(share, _of_loop(case, "compile"), 0.05),
     )
 
@@ -140,7 +140,7 @@ def evaluation_share(case: Case) -> Finding | None:
             "which need no memory for gradients.",
             "Evaluate less often, over fewer batches, or in larger ones, which need no memory for gradients.",
         ),
-        f"Validating a quarter as often is {1 / (1 - 0.75 * share):.1f} times as fast.",
+        f"Training is {1 / (1 - 0.75 * share):.1f} times as fast with a quarter of the validations.",
         share * 0.75,
     )
 
@@ -153,17 +153,17 @@ def checkpoint_share(case: Case) -> Finding | None:
     return Finding(
         "checkpoint_share",
         f"Saving checkpoints pauses training for {percent(share)} of the time.",
-        "They are too large to be written so often, or the disk is slow.",
+        "The checkpoints are too large to be written so often, or the disk is slow.",
         there(
             case,
-            "Save less often with ModelCheckpoint(every_n_train_steps=...), or set background=True to write while "
+            "Save less often with ModelCheckpoint(every_n_train_steps=...), or set async_save=True to write while "
             "training continues.",
             "Save less often, or to a faster disk.",
         ),
         there(
             case,
-            f"Writing in the background is {1 / (1 - share):.1f} times as fast.",
-            f"Saving a quarter as often is {1 / (1 - 0.75 * share):.1f} times as fast.",
+            f"Training is {1 / (1 - share):.1f} times as fast with background writes.",
+            f"Training is {1 / (1 - 0.75 * share):.1f} times as fast with a quarter of the saves.",
         ),
         share,
     )

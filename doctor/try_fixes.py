@@ -1,4 +1,4 @@
-"""``--try``: makes a short run with each promising change, and compares its speed with the original run's."""
+"""``--try``: does a short run with each promising change, and compares its speed with the original run's."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def names(text: str) -> set[str]:
     """Parse a list of names such as ``"num_workers,compile"``.
 
     Raises:
-        ValueError: a name is unknown, or there are no names.
+        ValueError: if a name is unknown, or there are no names.
     """
     found = {name.strip() for name in text.split(",")} - {""}
     unknown = sorted(found - set(NAMES))
     if unknown or not found:
-        what = f"Nothing named {unknown[0]!r} can be tried" if unknown else f"--only {text!r} contains no name"
+        what = f"{unknown[0]!r} is not a change that can be tried" if unknown else f"--only {text!r} names no change"
         raise ValueError(f"{what}. Choose from {', '.join(NAMES)}.")
     return found
 

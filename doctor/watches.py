@@ -21,10 +21,10 @@ from .step_clock import INDEX, Clock
 
 #: Operators whose result the host must read before it continues, with the code that usually causes them.
 _WAITS = {
-    read_number: "reads a number out of a tensor (.item(), float(), bool(), if, print)",
-    torch.ops.aten.nonzero: "asks how many elements are not zero (nonzero, where, a boolean index)",
-    torch.ops.aten.masked_select: "asks how many elements are selected (masked_select)",
-    find_unique: "asks how many values there are (unique)",
+    read_number: "reads a number from a tensor (.item(), float(), bool(), if, print)",
+    torch.ops.aten.nonzero: "counts the nonzero elements (nonzero, where, a boolean index)",
+    torch.ops.aten.masked_select: "counts the selected elements (masked_select)",
+    find_unique: "counts the distinct values (unique)",
 }
 
 
@@ -103,7 +103,7 @@ class StepWatch(TorchDispatchMode):
         self._undo += [lambda: kept.__exit__(None, None, None), lambda: waits.__exit__(None, None, None)]
 
     def end(self) -> None:
-        """Stop watching the step, also after an error; a second call does nothing."""
+        """Stop watching the step, even after an error; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 

@@ -1,1 +1,1 @@
-"""Estimates how much memory a model and its training need, without allocating it."""
+"""Estimate how much memory a model and its training need, without allocating it."""

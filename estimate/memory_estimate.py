@@ -1,4 +1,4 @@
-"""Estimates the memory that a model and its training need, without allocating it."""
+"""Estimate the memory that a model and its training need, without allocating it."""
 
 from __future__ import annotations
 

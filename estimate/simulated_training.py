@@ -1,4 +1,4 @@
-"""Simulates training with a Trainer on tensors that have shapes but no memory."""
+"""Simulate training with a Trainer on tensors that have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Rehearsal:
 
     Args:
         batch: one process's batch; if None, no steps are run.
-        strategy: a strategy that has been placed; with several processes, the first process is simulated.
+        strategy: a strategy whose devices have been set; with several processes, the first process is simulated.
         optimizer: function that creates the optimizers from the copied module.
         loss: ``loss(module, batch)``; None means :func:`loss_of`.
         activation_checkpointing: same as for ``FSDPStrategy``.
@@ -199,8 +199,8 @@ class Rehearsal:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise TypeError(
-                    f"{type(self.module).__name__}: the step returned {type(loss).__name__} instead of a loss. Return "
-                    "a tensor, or a dict with a tensor under 'loss'."
+                    f"{type(self.module).__name__}: the step returned {messages.a(loss)} instead of a loss. Return a "
+                    "tensor, or a dict with a tensor under 'loss'."
                 )
             self.ledger.begin("backward")
             self.strategy.backward(loss)
@@ -244,7 +244,7 @@ def call(module: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in a module's output, or else the sum of its floating-point tensors' float32 means."""
+    """Return the loss in a module's output, or else the sum of the float32 means of its floating-point tensors."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -253,8 +253,8 @@ def loss_of(output: Any) -> Tensor:
     found = [value for value in pytree.tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
     if not found:
         raise TypeError(
-            f"The module returned {type(output).__name__} without a floating-point tensor, so there is no loss to "
-            "train on. Pass loss=..."
+            f"The module returned {messages.a(output)} without a floating-point tensor, so there is no loss to train "
+            "on. Pass loss=, a function of the module and the batch."
         )
     return torch.stack([value.float().mean() for value in found]).sum()
 

@@ -46,7 +46,7 @@ class Logger(ABC):
 
     @property
     def records_dir(self) -> str | None:
-        """The folder that a fit reports when it starts; if None, it reports no folder."""
+        """The folder that a fit prints when it starts; None prints no folder."""
         return self.log_dir
 
     @property
@@ -123,7 +123,7 @@ class Logger(ABC):
 
 
 class DummyLogger(Logger):
-    """A logger that discards everything. It replaces the loggers under ``fast_dev_run``.
+    """A logger that discards everything. It replaces the loggers if ``fast_dev_run`` is set.
 
     It accepts any method call, so that code such as ``self.logger.log_image(...)`` still runs.
     """
@@ -157,7 +157,7 @@ class DummyLogger(Logger):
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorator for a logger's ``experiment``; ranks other than 0 get an object that ignores all calls."""
+    """Decorator for a logger's ``experiment``; all ranks but 0 get an object that ignores all calls."""
 
     @wraps(fn)
     def experiment(self: Any) -> Any:

@@ -17,7 +17,7 @@ LogModel = Literal["all"] | bool
 
 
 class CheckpointUploads(Logger):
-    """Base class of loggers that upload each file that a ``ModelCheckpoint`` keeps, again whenever it changes.
+    """Base class of loggers that upload each file that a ``ModelCheckpoint`` keeps, whenever the file changes.
 
     Args:
         log_model: when to upload: ``"all"``, True or False.
@@ -42,7 +42,7 @@ class CheckpointUploads(Logger):
             self._checkpoint_callback = checkpoint_callback
 
     def _upload_the_rest(self) -> None:
-        """Upload the files that wait for the end of the run."""
+        """Upload the files whose upload was deferred to the end of the run."""
         if self._checkpoint_callback is not None:
             self._upload_checkpoints(self._checkpoint_callback)
 

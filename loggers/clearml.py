@@ -15,7 +15,7 @@ _STAGES = ("train", "val", "validation", "eval", "test", "predict")
 
 
 class ClearMLLogger(ServiceLogger):
-    """Log a run to ClearML, or after ``clearml.Task.set_offline(True)`` to a folder for a later import.
+    """Log a run to ClearML or, after ``clearml.Task.set_offline(True)``, to a folder for a later import.
 
     If the program already has a task, the logger adds to that task and leaves it open. Otherwise, the logger creates a
     task and closes it when a fit fails or is interrupted, or else at the end of the program. A resumed fit starts a new

@@ -15,13 +15,13 @@ from .service import ServiceLogger
 
 
 class CometLogger(ServiceLogger):
-    """Log a run to Comet, or with ``online=False`` to archives ``<key>*.zip`` for ``comet upload``.
+    """Log a run to Comet or, with ``online=False``, to archives ``<key>*.zip`` for ``comet upload``.
 
     After a successful fit, the experiment stays open until the end of the program, so that ``test`` can add to it.
     After a failed or interrupted fit, it ends immediately.
 
-    A resumed fit continues the experiment that wrote the checkpoint, under its key. Offline, it writes another archive
-    for that experiment, without the values in the folder's earlier archives. Comet writes an archive when the
+    A resumed fit continues the experiment that wrote the checkpoint, with the same key. Offline, it writes another
+    archive for that experiment, without the values in the folder's earlier archives. Comet writes an archive when the
     experiment ends, so an offline run that is killed leaves no archive.
 
     Args:

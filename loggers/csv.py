@@ -1,4 +1,4 @@
-"""``CSVLogger``: log a run to a single CSV file."""
+"""``CSVLogger``: logs a run to a single CSV file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CSVLogger(FolderLogger):
 
     Args:
         save_dir: the folder for all experiments.
-        name: the experiment's name, which is a folder in ``save_dir``; None for no such folder.
+        name: the experiment's name, which is a folder in ``save_dir``; None means no such folder.
         version: the run's version. None selects a new number; an existing version is continued.
         prefix: prefix for each metric's name, followed by a dash.
         flush_logs_every_n_steps: maximum number of steps between two writes to the file.
@@ -161,7 +161,7 @@ class ExperimentWriter:
             self._flushed_step = step
 
     def _beside_first_columns(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Rename values that have the name of one of the first columns."""
+        """Rename values whose names are reserved for the first columns."""
         for name in self.first_columns:
             if name in values:
                 messages.warn_once(
@@ -177,7 +177,7 @@ class ExperimentWriter:
         return steps >= every_n_steps or len(self.metrics) >= every_n_steps
 
     def save(self) -> None:
-        """Write the waiting rows to the file."""
+        """Write the pending rows to the file."""
         if not self.metrics:
             return
         if self.is_deleted():
@@ -202,7 +202,7 @@ class ExperimentWriter:
         return self._end > 0 and not os.path.exists(self.metrics_file_path)
 
     def begin_again(self) -> None:
-        """Write the waiting rows and all later ones to a new file."""
+        """Write the pending rows and all later ones to a new file."""
         self._end, self._last_start, self._rows = 0, None, len(self.metrics)
         if not self.metrics:
             self._last = {}
@@ -215,17 +215,16 @@ class ExperimentWriter:
 
     def rewind(self, rows: int, last: Mapping[str, Any]) -> None:
         """Return to a position from :meth:`place`: drop later rows, keep the columns, and restore the last row."""
-        for torn in glob(
-            f"{escape(self.metrics_file_path)}.*.tmp"
-        ):  # left behind by a process that was killed while replacing the file
+        # Left by a process that was killed while replacing the file.
+        for torn in glob(f"{escape(self.metrics_file_path)}.*.tmp"):
             os.remove(torn)
         found = self._read()
         kept = found[: rows - 1 if last else rows]
         lost = rows - len(kept) - bool(last)
         if lost > 0:
             messages.warn(
-                f"{self.metrics_file_path} has {len(found)} rows, but the resumed run had written {rows}, so "
-                f"{lost} rows are lost. When you move checkpoints, move this file with them."
+                f"The resumed run had written {rows} rows to {self.metrics_file_path}, which now has {len(found)}. "
+                f"Number of lost rows: {lost}. When you move checkpoints, move this file with them."
             )
         columns = list(dict.fromkeys([*self.columns, *last]))
         if last:
@@ -253,7 +252,7 @@ class ExperimentWriter:
 
     @property
     def _start(self) -> int:
-        """Offset at which to write the waiting rows: the file's end, or the last row's start if it has new values."""
+        """Offset at which to write the pending rows: the file's end, or the last row's start if it has new values."""
         return self._end if self._last_start is None else self._last_start
 
     def _widen(self, new: Iterable[str]) -> None:
@@ -263,7 +262,7 @@ class ExperimentWriter:
         self._last_start = None
 
     def _replace(self, columns: list[str], rows: list[list[Any]]) -> None:
-        """Replace the file atomically."""
+        """Replace the file atomically with these columns and rows."""
         lines = [_line(columns), *(_line([*row, *[""] * (len(columns) - len(row))]) for row in rows)]
         temporary = f"{self.metrics_file_path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:

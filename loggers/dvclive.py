@@ -74,14 +74,14 @@ class DVCLiveLogger(ServiceLogger):
 
     @property
     def _mark(self) -> Path:
-        """The file that stores the id of the run in the folder."""
+        """The file that stores the id of the folder's run."""
         return Path(str(self._save_dir)) / f".{type(self).__name__}.run"
 
     def _open(self) -> Any:
         live, continues = self._given, self._continues or self._id is not None
         if live is None:
             live = self._sdk().Live(**{**self._init, "dir": self._save_dir, "resume": continues})
-            for name, described in self._checkpoints.items():  # Live forgets them, and then removes them from dvc.yaml
+            for name, described in self._checkpoints.items():  # a new Live would remove them from dvc.yaml
                 live.log_artifact(name=name, cache=False, **described)
         if self._id is None:
             self._id = secrets.token_hex(8)
@@ -96,7 +96,7 @@ class DVCLiveLogger(ServiceLogger):
         run.next_step()
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Write the hyperparameters together with the earlier ones, because a reopened ``Live`` has lost those."""
+        """Write the hyperparameters together with the earlier ones, because a reopened ``Live`` has lost them."""
         self._params.update(params)
         self.experiment.log_params(self._params)
 

@@ -35,7 +35,7 @@ class FolderLogger(Logger):
 
     Args:
         save_dir: the folder for all experiments, on a local or mounted file system.
-        name: the experiment's name, which is a folder in ``save_dir``; None or ``""`` for no such folder.
+        name: the experiment's name, which is a folder in ``save_dir``; None or ``""`` means no such folder.
         version: a number for ``version_N``, a string to use as the folder's name, or None for a new number.
         prefix: prefix for each metric's name, followed by a dash.
     """
@@ -93,7 +93,7 @@ class FolderLogger(Logger):
         return self._dir_of(self.version)
 
     def run_dirs(self) -> list[str]:
-        """Return the folders of all numbered versions, or only this version's if the user gave it."""
+        """Return the folders of all numbered versions, or only this version's if the user passed a version."""
         if self._is_named:
             return [self.log_dir]
         return [self._dir_of(path.name) for path in sorted(Path(self.root_dir).glob("version_*"))]
@@ -139,7 +139,7 @@ class FolderLogger(Logger):
         return {"version": self.version, "run": self._run, "step": self._step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Return True if this logger may use the folder of the state's version, and that folder is still the run's."""
+        """Return True if this logger may use the folder of the state's version and it still belongs to the run."""
         version = state.get("version")
         if version is None or self._version not in (None, version):
             return False
@@ -161,7 +161,7 @@ class FolderLogger(Logger):
         return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
 
     def _mark_of(self, version: int | str) -> Path:
-        """Return the file that identifies the folder's run. Several loggers may share a folder."""
+        """Return the path of the file that identifies the folder's run. Several loggers may share a folder."""
         return Path(self._dir_of(version)) / f".{type(self).__name__}.run"
 
     def _is_deleted(self) -> bool:
@@ -172,7 +172,7 @@ class FolderLogger(Logger):
         """Warn that the log was deleted during the run, and start a new one in the same folder."""
         messages.warn(
             f"The log in {messages.path(self.log_dir)} was deleted while the run was writing it, so its contents are "
-            "lost. Logging continues in a new file in the same place."
+            "lost. Logging continues in a new file in the same folder."
         )
         os.makedirs(self.log_dir, exist_ok=True)
         self._run_marked = False
@@ -181,7 +181,7 @@ class FolderLogger(Logger):
         self._begin_again()
 
     def _begin_again(self) -> None:
-        """Start a new file."""
+        """Make the next access to ``experiment`` open a new file."""
         self._experiment = None
 
     def _open(self) -> Any:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _FILE = "file:"
-#: How the address of a local database begins.
+#: URI prefix of a local database.
 DATABASE = "sqlite:///"
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
-#: Longest text of a parameter, and number of parameters in one call, that every kind of MLflow store takes.
+#: Maximum length of a parameter, and maximum number of parameters per call, that every MLflow store accepts.
 _LONGEST_PARAM = 500
 _BATCH = 100
 
@@ -156,7 +156,7 @@ class MLFlowLogger(ServiceLogger):
         changed = [name for name, text in texts.items() if self._params.get(name, text) != text]
         if changed:
             messages.warn(
-                f"MLflow keeps the first value of a parameter, so the run {self._id} keeps its values of "
+                f"MLflow keeps the first value of a parameter, so the run {self._id} keeps its values for "
                 f"{messages.names(changed, 'and')}: {changed[0]} is {self._params[changed[0]]!r}, not "
                 f"{texts[changed[0]]!r}. Start a new run to log other hyperparameters."
             )
@@ -214,7 +214,7 @@ def _store_in(folder: str) -> str:
 def missing_for(uri: str) -> str | None:
     """Return the package that MLflow needs to open the database at ``uri``; None if it is installed or not needed.
 
-    The package ``mlflow`` brings it along; ``mlflow-skinny`` does not.
+    The package ``mlflow`` installs it; ``mlflow-skinny`` does not.
     """
     if not uri.startswith(DATABASE):
         return None

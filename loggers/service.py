@@ -20,10 +20,10 @@ class ServiceLogger(CheckpointUploads):
 
     The run is opened on first use. A resumed fit continues the run that wrote the checkpoint, unless you pass another
     run's id. If the run already has values from after the checkpoint, they are not logged again: for each metric, the
-    logger counts the values that it logs and asks the package how many it has.
+    logger counts the values that it logs and compares the count with the package's.
 
-    A subclass names its ``package`` and defines :meth:`_open`, :meth:`_write`, :meth:`_write_hyperparams`,
-    :meth:`_finish` and :meth:`_upload`. To support resuming, it also defines :meth:`_exists` and :meth:`_recorded`.
+    A subclass sets ``package`` and defines :meth:`_open`, :meth:`_write`, :meth:`_write_hyperparams`, :meth:`_finish`
+    and :meth:`_upload`. To support resuming, it also defines :meth:`_exists` and :meth:`_recorded`.
 
     Args:
         project: name of the project (or experiment) that the package groups runs by.
@@ -220,7 +220,7 @@ class ServiceLogger(CheckpointUploads):
 
     @abstractmethod
     def _finish(self, status: str) -> None:
-        """Finish the open run."""
+        """Finish the open run; ``status`` is the one passed to :meth:`finalize`."""
 
     def _allowed(self, name: str) -> str:
         """Return the name under which the package stores a value."""
@@ -238,7 +238,7 @@ class ServiceLogger(CheckpointUploads):
         return True
 
     def _recorded(self) -> Mapping[str, int]:
-        """Return the number of values that the run ``self._id`` has, by name; empty if the package cannot tell."""
+        """Return the number of values that the run ``self._id`` has, by name; empty if that is unknown."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from .service import ServiceLogger
 
 
 class SwanLabLogger(ServiceLogger):
-    """Log a run to SwanLab, or with ``mode="offline"`` to ``save_dir`` for ``swanlab sync``.
+    """Log a run to SwanLab or, with ``mode="offline"``, to ``save_dir`` for ``swanlab sync``.
 
     After a successful fit, the run stays open until ``swanlab.finish()`` or the end of the program, so that ``test``
     can add to it. A failed or interrupted run is finished immediately.
 
-    A resumed fit continues the run that wrote the checkpoint, under its id. Offline, a new folder in ``save_dir`` holds
-    the continued run, with values from the checkpoint on. SwanLab keeps the first value of each step.
+    A resumed fit continues the run that wrote the checkpoint, with the same id. Offline, a new folder in ``save_dir``
+    contains the continued run, with values from the checkpoint on. SwanLab keeps the first value of each step.
 
     Args:
         project: the project.

@@ -1,4 +1,4 @@
-"""``TensorBoardLogger``: log curves, hyperparameters, text and the model's graph for TensorBoard."""
+"""``TensorBoardLogger``: logs curves, hyperparameters, text and the model's graph for TensorBoard."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorBoardLogger(FolderLogger):
 
     Args:
         save_dir: the folder for all experiments.
-        name: the experiment's name, which is a folder in ``save_dir``; None for no such folder.
+        name: the experiment's name, which is a folder in ``save_dir``; None means no such folder.
         version: the run's version. None selects a new number; an existing version is continued in a new event file.
         log_graph: log the model's graph, traced with the module's ``example_input_array``.
         default_hp_metric: log ``hp_metric`` as -1 if a new run has hyperparameters but no metrics. To give it a value,
@@ -98,7 +98,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The ``SummaryWriter``, for anything that this class has no method for."""
+        """The ``SummaryWriter``, for anything that this class does not support."""
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -167,8 +167,7 @@ class TensorBoardLogger(FolderLogger):
         """Log the graph of ``model.forward`` if the logger was created with ``log_graph=True``.
 
         The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients.
-        Its modes and the RNG states are restored afterwards. If tracing fails, a warning is shown instead of an
-        error.
+        Its modes and the RNG states are restored afterward. If tracing fails, a warning is shown instead of an error.
         """
         if not self._log_graph or not messages.is_rank_zero():
             return
@@ -217,8 +216,9 @@ class TensorBoardLogger(FolderLogger):
                 os.truncate(path, size)
         if sizes:
             messages.warn(
-                f"The resumed run's event files {messages.names(sizes, last='and')} are missing in {self.log_dir!r}, "
-                "so its curves start where it resumes."
+                f"Some of the resumed run's event files are missing from {self.log_dir!r} "
+                f"({messages.names(sizes, last='and')}), so its curves have gaps before the resume. When you move "
+                "checkpoints, move these files with them."
             )
         _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]
@@ -234,7 +234,7 @@ class TensorBoardLogger(FolderLogger):
 
     def finalize(self, status: str) -> None:
         self.save()
-        if self._session_open:  # even if a resume has removed the record of the end and nothing was logged since
+        if self._session_open:  # even if a resume has removed the end record and nothing was logged since
             self._record([_session_end(succeeded=status == "success")], 0, time.time())
             self._session_open = False
         self._close()
@@ -255,7 +255,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def _mark(self) -> str:
-        """The text that marks the names of this run's event files."""
+        """The part of a file name that identifies this run's event files."""
         return f".run-{self._run[:12]}"
 
     def _dir_of(self, version: int | str) -> str:
@@ -293,7 +293,7 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _pass_second(names: Iterable[str]) -> None:
-    """Wait until the clock second of the newest of these files is over, because their names sort by seconds."""
+    """Wait until the second in the newest of these file names is over, because files are sorted by that second."""
     newest = max((int(name.split(".")[3]) for name in names), default=0)
     while newest <= time.time() < newest + 1:
         time.sleep(newest + 1 - time.time())

@@ -14,7 +14,7 @@ from typing import Any
 from .checkpoint_uploads import LogModel
 from .service import ServiceLogger
 
-#: Longest time to wait until Trackio has written the values to its database.
+#: Maximum time to wait for Trackio to write the values to its database.
 _PATIENCE_SECONDS = 30.0
 
 

@@ -19,27 +19,30 @@ if TYPE_CHECKING:
     import torch
     from wandb.sdk.wandb_run import Run
 
-#: Seconds between two writes by wandb's process to the run's file. Its default of 15 is too long to wait.
-_FLUSH_SECONDS = 0.5
+#: Seconds between two writes by wandb's process to the run's file: a checkpoint waits for one write, and wandb's
+#: default of 15 is too long for that.
+_FLUSH_SECONDS = 0.05
 _FLUSH_SETTING = "x_transaction_log_flush_interval"
-#: Longest time that the end of a run waits for wandb's process to write.
-_PATIENCE_SECONDS = 10.0
+#: Maximum seconds to wait for wandb's process to write, and longest flush interval for which :meth:`save` waits.
+_PATIENCE_SECONDS, _MAX_FLUSH_SECONDS = 10.0, 1.0
 _STEP = "trainer/global_step"
 #: A metric that is defined but never logged. Once its definition is in the file, all earlier values are too.
 _MARK = "paceline/written"
 
 
 class WandbLogger(CheckpointUploads):
-    """Log a run to Weights & Biases, or with ``offline=True`` to ``save_dir/wandb`` for ``wandb sync``.
+    """Log a run to Weights & Biases or, with ``offline=True``, to ``save_dir/wandb`` for ``wandb sync``.
 
-    A separate wandb process writes the values to the run's local file every half second, and sends them. After a
-    successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()``
-    or the end of the program. A failed or interrupted run is immediately marked as failed; it is continued under its id
-    if the logger is used again. If a wandb run is already open, the logger adds to that run.
+    A separate wandb process writes the values to the run's local file 20 times a second, and sends them. A checkpoint
+    waits until the values logged before it are in that file, because wandb's process ends together with this one,
+    without writing the rest. After a successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can
+    add to it until ``wandb.finish()`` or the end of the program. A failed or interrupted run is immediately marked as
+    failed; it continues with the same id if the logger is used again. If a wandb run is already open, the logger adds
+    to that run.
 
-    A resumed fit continues the wandb run that wrote the checkpoint, under its id, unless you pass another id. Values
-    from after the checkpoint that the service already has are not sent again. Offline, a new folder in ``wandb/`` holds
-    the continued run, with rows from the checkpoint on.
+    A resumed fit continues the wandb run that wrote the checkpoint, with the same id, unless you pass another id.
+    Values from after the checkpoint that the service already has are not sent again. Offline, a new folder in
+    ``wandb/`` contains the continued run, with rows from the checkpoint on.
 
     The x axis of all charts is ``trainer/global_step``, the number of updates.
 
@@ -96,7 +99,7 @@ class WandbLogger(CheckpointUploads):
         self._is_own = experiment is None
         self._is_prepared = False
         self._has_unwritten = False
-        #: Row of the first record after a resume, and the number of records from that row on that the service has.
+        #: Row of the first record after a resume, and the number of later records that the service already has.
         self._resumed_row: int | None = None
         self._known_rows = 0
         #: First row of the run when it was opened.
@@ -136,7 +139,7 @@ class WandbLogger(CheckpointUploads):
     @property
     @rank_zero_experiment
     def experiment(self) -> Run:
-        """The wandb run, for anything that this class has no method for."""
+        """The wandb run, for anything that this class does not support."""
         if self._experiment is None:
             self._experiment = self._start()
         if not self._is_prepared:
@@ -146,10 +149,30 @@ class WandbLogger(CheckpointUploads):
         return self._experiment
 
     def save(self) -> None:
-        """Wait until wandb's process has received all values, so that killing this process loses none of them."""
-        if self._experiment is not None and self._has_unwritten:
-            # Only a question is answered in order, after everything that was sent before it.
-            self._experiment.summary.keys()
+        """Wait until all values are in the run's file, so that killing this process loses none of them.
+
+        Returns immediately if ``settings`` sets the flush interval (``x_transaction_log_flush_interval``) to more than
+        one second or to 0; values may then be lost.
+        """
+        run = self._experiment
+        if run is None or run.disabled or not self._has_unwritten:
+            return
+        interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
+        path = run.settings.sync_file
+        if not 0 < interval <= _MAX_FLUSH_SECONDS or not os.path.exists(path):
+            return
+        size, deadline = os.path.getsize(path), time.monotonic() + _PATIENCE_SECONDS
+        run.define_metric(_MARK, hidden=True)
+        while not _holds_mark(path, size):
+            if time.monotonic() > deadline:
+                messages.warn(
+                    f"WandbLogger: wandb's process wrote nothing to {path} for {_PATIENCE_SECONDS:.0f} s. Training "
+                    "continues, but values logged since are lost if this process is killed. wandb's own messages are "
+                    f"in {os.path.join(os.path.dirname(path), 'logs')}."
+                )
+                return
+            time.sleep(0.005)
+        self._has_unwritten = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log the values of one step. ``step`` defaults to the last logged step."""
@@ -190,7 +213,7 @@ class WandbLogger(CheckpointUploads):
 
     def state_dict(self) -> dict[str, Any]:
         run = self.experiment
-        run.status()  # returns after wandb's process, which survives a kill of this one, has received everything
+        self.save()
         return {"id": self.version, "project": self.name, "row": run.step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
@@ -285,7 +308,7 @@ class WandbLogger(CheckpointUploads):
         for option, values in options.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"{method}: {option!r} must have one value for each {word} ({len(items)}), but has {len(values)}."
+                    f"{method}: {option!r} must have one value per {word} ({len(items)}), but has {len(values)}."
                 )
         make = getattr(wandb, kind)
         panels = [make(item, **{k: v[i] for k, v in options.items()}) for i, item in enumerate(items)]
@@ -322,7 +345,7 @@ class WandbLogger(CheckpointUploads):
         self._upload_the_rest()
         if self._experiment is None:
             return
-        self._wait_until_written()
+        self.save()
         if status != "success" and self._is_own:
             self._finish(exit_code=1)
 
@@ -370,19 +393,6 @@ class WandbLogger(CheckpointUploads):
             return
         run.log(record, step=row, commit=commit, **options)
         self._has_unwritten = True
-
-    def _wait_until_written(self) -> None:
-        """Wait until wandb's process, which writes at regular intervals, has written everything to its file."""
-        run = self._experiment
-        interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
-        path = run.settings.sync_file
-        if run.disabled or not self._has_unwritten or not 0 < interval <= 1 or not os.path.exists(path):
-            return
-        size, deadline = os.path.getsize(path), time.monotonic() + _PATIENCE_SECONDS
-        run.define_metric(_MARK, hidden=True)
-        while not _holds_mark(path, size) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._has_unwritten = False
 
     def _upload(self, path: str, about: Mapping[str, Any], is_best: bool) -> None:
         import wandb

@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 class Together:
     """Compares the outcomes of attempts across the processes of the default group, through the group's store.
 
-    It uses no collective, because a process group is unusable once its ranks have been interrupted at different places.
+    It uses no collective, because a process group is unusable once its ranks have been interrupted at different points.
     In that case, all ranks leave the group and create a new one with the same options.
     """
 
@@ -75,7 +75,7 @@ class Together:
         return any(self._store.check([key]) for key in keys)
 
     def compare(self, own: Outcome) -> list[Outcome]:
-        """Return the outcomes of all ranks, by rank. Waits until every rank has finished its attempt."""
+        """Wait until every rank has finished its attempt; return the outcomes, by rank."""
         failed = own.kind == OUT_OF_MEMORY
         if failed:
             self._store.set(self._key(f"out/{self.rank}"), "1")
@@ -95,7 +95,7 @@ class Together:
         return found
 
     def _wait(self, what: str, seconds: float | None) -> bool:
-        """Wait until all ranks have written this key. Returns False if that takes longer than ``seconds``."""
+        """Wait until all ranks have written this key; return False if that takes longer than ``seconds``."""
         start, reported = time.monotonic(), False
         missing = list(range(self.size))
         while missing := [rank for rank in missing if not self._store.check([self._key(f"{what}/{rank}")])]:

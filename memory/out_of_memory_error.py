@@ -79,7 +79,7 @@ class Situation(NamedTuple):
     """What was running when memory ran out.
 
     Attributes:
-        place: description of where the run is.
+        place: the run's position, in words.
         samples: samples in one process's batch; None if unknown.
         accumulate: micro-batches in an accumulation window.
         training: whether the run is training rather than evaluating.
@@ -125,17 +125,18 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     """Return an error with sizes and advice: torch's own type, or RuntimeError for errors of drivers and libraries."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
-    samples = f"{now.samples} samples in the batch" if now.samples else ""
+    samples = f"batch size {now.samples}" if now.samples else ""
     place = ", ".join(filter(None, (now.place, samples)))
-    of_whom = "GPU memory" if kind_of(device).counts_memory() else "memory of the process"
+    of_whom = "GPU memory" if kind_of(device).counts_memory() else "process memory"
     advice = "; ".join(f"({number}) {one}" for number, one in enumerate(_advice(now, sizes), 1))
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     found = kind(
         f"The {device.type} device of rank {strategy.global_rank} is out of memory ({place}; precision "
-        f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} processes): "
-        f"{str(error).splitlines()[0]} The rank holds weights of {messages.size(sizes.weights)}, gradients of "
-        f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; peak {of_whom} "
-        f"use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
+        f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} "
+        f"process{'es' * (strategy.world_size != 1)}): {str(error).splitlines()[0]} On this rank, weights take "
+        f"{messages.size(sizes.weights)}, gradients {messages.size(sizes.gradients)} and optimizer state "
+        f"{messages.size(sizes.optimizer)}; peak {of_whom} use was {messages.size(sizes.highest)}. Try, in this order: "
+        f"{advice}."
     )
     setattr(found, _EXPLAINED, True)
     return found
@@ -174,7 +175,11 @@ def _highest(device: torch.device) -> int:
 def _advice(now: Situation, sizes: MemorySizes) -> Iterator[str]:
     kept, door, full = sizes.kept, now.door, now.strategy.precision.name in ("32-true", "64-true")
     if now.samples is not None and now.samples > 1:
-        more = f" with {door.accumulate.format(2 * now.accumulate)}, for the same updates" if now.training else ""
+        more = (
+            (f" with {door.accumulate.format(2 * now.accumulate)}, which keeps the updates the same")
+            if now.training
+            else ""
+        )
         yield f"batch_size={now.samples // 2}{more} (saves up to {messages.size(kept / 2)})"
     if full:
         yield f"{door.precision}, which keeps activations in 16 bits (saves up to {messages.size(kept / 2)})"

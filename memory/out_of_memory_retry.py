@@ -202,14 +202,14 @@ class _Search:
             )
 
     def about(self, size: int, found: list[Outcome], out: list[int]) -> str:
-        """Return a description of a size and its result."""
+        """Return a text that describes the result for a size."""
         peak = max(one.peak for one in found)
         used = f", at most {messages.size(peak)} of GPU memory" if peak else ""
         where = f" on {messages.ranks(out)}" if len(found) > 1 and out else ""
         return f"{size} {'ran out of memory' if out else 'worked'}{where}{used}"
 
     def accumulation(self, size: int) -> str:
-        """Return a text that explains how an update still uses the same number of samples."""
+        """Return text that explains how an update still uses the same number of samples."""
         steps = self.start // size
         return f", with {self.accumulate}={steps}, so that an update uses {size * steps}" if self.accumulate else ""
 

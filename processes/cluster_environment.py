@@ -1,9 +1,9 @@
 """Read this process's rank, world size and address from the environment variables that its launcher set.
 
-Each launcher uses different names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
+Each launcher uses different names: ``torchrun`` and launchers that imitate it, SLURM's ``srun``, Open MPI, Intel MPI
 and MPICH, LSF's ``jsrun``, and Kubeflow's operator. All of them are read into a :class:`Cluster`, whose
 :meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only these. If only some of a
-launcher's variables are set, an error is raised; otherwise each process could believe that it is the only one.
+launcher's variables are set, an error is raised; otherwise, each process might run as if it were the only one.
 """
 
 from __future__ import annotations
@@ -300,9 +300,9 @@ def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
     if num_nodes <= 1:
         return "127.0.0.1"
     raise RuntimeError(
-        f"{name} started processes on {num_nodes} machines, but does not say which host rank 0 runs on, and "
-        "MASTER_ADDR is not set. Export these variables to all processes: MASTER_ADDR=<host of rank 0> "
-        "MASTER_PORT=<a free port there>."
+        f"{name} started processes on {num_nodes} machines, but does not report the host of rank 0, and MASTER_ADDR "
+        "is not set. Export these variables to all processes: MASTER_ADDR=<host of rank 0> MASTER_PORT=<a free port "
+        "there>."
     )
 
 
@@ -379,16 +379,16 @@ def _check(cluster: Cluster) -> None:
     pairs = (
         ("rank", cluster.rank, "world size", cluster.world_size),
         ("local rank", cluster.local_rank, "local world size", cluster.local_world_size),
-        ("node rank", cluster.node_rank, "number of nodes", cluster.num_nodes),
+        ("node rank", cluster.node_rank, "node count", cluster.num_nodes),
     )
-    wrong = [f"{what} {value} of {of} {size}" for what, value, of, size in pairs if not 0 <= value < size]
+    wrong = [f"{what} {value} with {of} {size}" for what, value, of, size in pairs if not 0 <= value < size]
     if cluster.local_world_size > cluster.world_size:
-        wrong.append(f"{cluster.local_world_size} processes on this machine of {cluster.world_size} in total")
+        wrong.append(f"{cluster.local_world_size} processes on this machine but {cluster.world_size} in total")
     if wrong:
         variables = _VARIABLES.get(cluster.name, _VARIABLES["torchrun"])
         raise RuntimeError(
-            f"The environment of {cluster.name} says {' and '.join(wrong)}, which is impossible (ranks begin at 0). "
-            f"Make {variables} agree, or unset them to run a single process."
+            f"The environment of {cluster.name} specifies {' and '.join(wrong)}, which is impossible (ranks begin at "
+            f"0). Make {variables} agree, or unset them to run a single process."
         )
 
 

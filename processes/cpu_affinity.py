@@ -38,7 +38,7 @@ def parse(text: str) -> set[int]:
 
 
 def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
-    """Return one process's cores: those of its NUMA node, or of several nodes if nodes outnumber processes."""
+    """Return one process's cores: its NUMA node's cores, or several nodes' cores if nodes outnumber processes."""
     first = local_rank * len(found) // local_world_size
     last = (local_rank + 1) * len(found) // local_world_size
     return set().union(*found[first : max(last, first + 1)])

@@ -19,7 +19,7 @@ import torch
 
 #: Parameter numbers from glibc's malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-#: Minimum size in bytes of blocks that glibc gets from the kernel, not from the heap. glibc accepts no larger value.
+#: Minimum size in bytes of blocks that glibc gets from the kernel instead of the heap. glibc accepts no larger value.
 OWN_PAGES = 32 * 2**20
 #: Free bytes to keep at the end of the heap: the largest value that glibc accepts, and the largest that it chooses by
 #: itself.

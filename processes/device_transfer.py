@@ -23,7 +23,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover | None:
-    """Return the function that moves batches to ``device`` and ``dtype`` (if given); None if there is nothing to do."""
+    """Return a function that moves batches to ``device`` and converts them to ``dtype``; None if not needed."""
     device = torch.device(device)
     if device.type == "cpu" and dtype is None:
         return None
@@ -31,7 +31,7 @@ def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover
 
 
 def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
-    """Return ``batch`` with its tensors on ``device`` and its floating-point tensors in ``dtype``, if given.
+    """Return ``batch`` on ``device``, with floating-point tensors converted to ``dtype`` unless it is None.
 
     This covers nested lists, tuples, named tuples, mappings, dataclasses (even frozen ones) and objects with a ``to``
     method; anything else is unchanged. Tensors that already have this device and dtype are not copied.
@@ -274,9 +274,9 @@ def convert(module: M, wanted: torch.dtype, non_blocking: bool = False) -> M:
 
 
 def move_in_place(tensor: Tensor, device: torch.device) -> None:
-    """Move a parameter or buffer to a device. It stays the same Python object for everything that holds it."""
+    """Move a parameter or buffer to a device. It remains the same Python object."""
     moved = tensor.data.to(device)
     try:
         tensor.data = moved
-    except RuntimeError:  # the device's tensors are of another C++ class, as they can be if a package adds the device
+    except RuntimeError:  # tensors on a device that a package adds may have a different C++ class
         swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved)

@@ -39,7 +39,7 @@ def count(kind: str) -> int:
 
 
 def find_best() -> tuple[str, int]:
-    """Return the best kind of device that this process sees, and how many of them; the CPU and 0 if there is none."""
+    """Return the best kind of device that this process sees, and the number of them; the CPU and 0 if there is none."""
     found = ((kind.name, count(kind.name)) for kind in accelerators())
     return next((one for one in found if one[1]), ("cpu", 0))
 
@@ -64,7 +64,8 @@ def find_kind(accelerator: Any) -> str:
     """Return the device kind for ``Trainer(accelerator=...)``, such as ``"cuda"`` or ``"cpu"``.
 
     ``"auto"`` prefers CUDA, then MPS, XPU, TPU and any other accelerator that torch reports, then the CPU; ``"gpu"``
-    prefers CUDA, then MPS and XPU. The name of an accelerator that a package has added to torch selects that one.
+    prefers CUDA, then MPS and XPU. The name of an accelerator that a package has added to torch selects that
+    accelerator.
     """
     if not isinstance(accelerator, str):
         raise TypeError(

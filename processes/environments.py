@@ -10,7 +10,7 @@ from .cluster_environment import LAUNCHERS, Cluster, find_cluster
 
 
 class ClusterEnvironment(ABC):
-    """Base class for the environment of your own launcher: each process's rank, and where the processes meet.
+    """Base class for your own launcher's environment: each process's rank, and rank 0's address.
 
     The launchers that Paceline knows are detected automatically and need no plugin.
     """
@@ -52,7 +52,7 @@ class ClusterEnvironment(ABC):
         """Return the index of this machine, 0-based."""
 
     def set_world_size(self, size: int) -> None:
-        """Called with the number of processes that the Trainer's arguments ask for."""
+        """Called with the number of processes that the Trainer's arguments require."""
 
     def set_global_rank(self, rank: int) -> None:
         """Called with the rank that was computed from the node rank and the local rank."""
@@ -136,7 +136,7 @@ class _Known(ClusterEnvironment):
 
 
 class TorchElasticEnvironment(_Known):
-    """The environment of ``torchrun`` and of everything that sets its variables."""
+    """The environment of ``torchrun`` and of other launchers that set its variables."""
 
     names = ("torchrun",)
 

@@ -1,9 +1,9 @@
-"""Report where every rank is when a rank waits for a missing one, so that the run does not hang silently.
+"""Report the positions of all ranks if one of them waits for a missing rank, so that a run does not hang silently.
 
 Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank has
-asked where this rank is, and answers with the line of user code that the main thread is running. A rank asks when it
-has waited in one of the strategy's collectives for a long time, or when a collective failed. The same thread answers
-when another rank wants the run to stop (see :mod:`.stop_agreement`).
+requested this rank's position, and replies with the line of user code that the main thread is running. A rank sends
+such a request when it has waited in one of the strategy's collectives for a long time, or when a collective failed. The
+same thread replies when another rank wants the run to stop (see :mod:`.stop_agreement`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .thread_stacks import stacks
 NOTICE_SECONDS = 60.0
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
-_SILENT = "does not answer (it has exited, or its machine cannot be reached)"
+_SILENT = "does not respond (it has exited, or its machine cannot be reached)"
 _TIMED_OUT = ("timed out", "timeout")
 _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed", "connection refused")
 
 
 def poll_seconds(world_size: int) -> float:
-    """Return the number of seconds between checks for other ranks' questions: 1, or more if there are many ranks."""
+    """Return the number of seconds between checks for other ranks' requests: 1, or more if there are many ranks."""
     return max(1.0, world_size / _LOOKS_PER_SECOND)
 
 
 class Watch:
-    """Tells other ranks where this rank is and what its run is doing (``progress``), and asks where they are."""
+    """Tells other ranks where this rank is and what its run is doing (``progress``), and requests their positions."""
 
     def __init__(self, rank: int, world_size: int, progress: Callable[[], str] = str) -> None:
         self.rank, self.world_size, self.progress = rank, world_size, progress
@@ -70,7 +70,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Context manager for waiting at ``place``; if the wait fails, the error says where every rank is."""
+        """Context manager for waiting at ``place``; if the wait fails, the error shows where every rank is."""
         self._place, self._since, self._noticed = place, time.monotonic(), False
         try:
             yield
@@ -96,17 +96,17 @@ class Watch:
             )
         if any(sign in text for sign in _GONE):
             return _RankError(
-                f"Rank {self.rank} lost the connection to another rank, which has exited, at {self._here()}. The error "
-                "of the rank that exited first says why. If no rank shows an error, that rank never made this call: "
-                "look for a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                f"Rank {self.rank} lost the connection to another rank, which has exited, at {self._here()}. The "
+                "error of the rank that exited first shows the cause. If no rank shows an error, that rank never made "
+                "this call: look for a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
         return None
 
     def reports(self) -> dict[int, str] | None:
-        """Return each rank's activity and its threads' stack traces; an empty string for a rank that does not answer.
+        """Return each rank's activity and its threads' stack traces; an empty string for a rank that does not respond.
 
-        If several ranks ask at the same time, one rank gets the reports and the others get None once it has them. All
-        ranks get None if the rank that hosted the store has exited.
+        If several ranks call this at the same time, one rank gets the reports, and then the others get None. All ranks
+        get None if the rank that hosted the store has exited.
         """
         number, me = self._reported, str(self.rank)
         try:
@@ -122,10 +122,10 @@ class Watch:
             return None
 
     def close(self) -> None:
-        """Stop the thread that answers other ranks."""
+        """Stop the thread that replies to other ranks."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(2 * self._answer_seconds)  # the thread may wait this long for an answer
+            self._thread.join(2 * self._answer_seconds)  # the thread may wait this long for a reply
         self.progress, self.vote = str, None  # both keep the run and its process groups alive
 
     # ---- answering -------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Watch:
                 while self._store.check([f"ask/{self._answered}"]):
                     self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
                     self._answered += 1
-                    self._noticed = bool(self._since)  # the rank that asked reports for all waiting ranks
+                    self._noticed = bool(self._since)  # the requesting rank reports for all waiting ranks
                 while self._store.check([f"report/{self._reported}"]):
                     self._store.set(f"report/{self._reported}/{self.rank}", f"{self.progress()}\n{stacks()}")
                     self._reported += 1
@@ -167,27 +167,31 @@ class Watch:
             messages.info_anywhere(f"Rank {self.rank} has been waiting at {self._here()} for {waited:.0f} s. {others}")
 
     def _where_all_are(self) -> str:
-        """Return sentences that say where the other ranks are.
+        """Return sentences that describe where the other ranks are.
 
-        If several ranks ask at once, only one of them collects the answers.
+        If several ranks call this at once, only one of them collects the replies.
         """
         question = self._answered
         try:
-            store = self._store.clone()  # waiting in the thread's own store would keep the thread from answering
+            store = self._store.clone()  # waiting in the thread's own store would keep the thread from replying
             if self._is_mine(question, store):
                 return self._describe(self._ask_all(question, store))
             answers = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
-        except RuntimeError:  # the rank that hosted the store has exited
+        except RuntimeError:  # the store's host has exited
             answers = None
-        return self._describe(json.loads(answers)) if answers is not None else "It is unknown where the others are."
+        return (
+            self._describe(json.loads(answers))
+            if answers is not None
+            else "The positions of the other ranks are unknown."
+        )
 
     def _is_mine(self, question: int, store: Any) -> bool:
-        """Return True if this rank is the first to ask this question."""
+        """Return True if this rank is the first to send this request."""
         me = str(self.rank)
         return store.compare_set(f"ask/{question}", "", me).decode() == me
 
     def _ask_all(self, question: int, store: Any) -> dict[str, list[int]]:
-        """Return the ranks at each place, and write them to the store for other ranks that ask."""
+        """Return the ranks at each position, and write them to the store for other ranks that request them."""
         places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
         deadline = time.monotonic() + self._answer_seconds
         for rank in range(self.world_size):
@@ -215,11 +219,11 @@ def _read(store: Any, key: str, deadline: float) -> str | None:
 
 
 def _plural(place: str) -> str:
-    return "do not answer (they have exited, or cannot be reached)" if place == _SILENT else f"are{place[2:]}"
+    return "do not respond (they have exited, or cannot be reached)" if place == _SILENT else f"are{place[2:]}"
 
 
 class _RankError(RuntimeError):
-    """An error that already names ranks and places."""
+    """An error that already names ranks and their positions."""
 
 
 _RankError.__name__ = _RankError.__qualname__ = "RuntimeError"

@@ -69,8 +69,8 @@ _RUNNING = {
 class HostFacts:
     """Facts about this process that identify its host.
 
-    ``running`` holds the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if it
-    has none), ``module`` is the module given to ``python -m``, and ``options`` are the options before the script.
+    ``running`` contains the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if
+    it has none), ``module`` is the module passed to ``python -m``, and ``options`` are the options before the script.
     ``frozen`` says whether PyInstaller or a similar tool packed the program, ``worker`` whether multiprocessing started
     this process, and ``sweep`` whether this is a Hydra sweep.
     """
@@ -201,6 +201,6 @@ def _running() -> Iterator[str]:
 
 
 def _shell() -> Any:
-    """Return IPython's shell, or None. Asks IPython itself, because a closed shell leaves traces in ``builtins``."""
+    """Return IPython's shell, or None. Queries IPython itself, because a closed shell leaves traces in ``builtins``."""
     ipython: Any = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

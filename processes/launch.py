@@ -93,7 +93,7 @@ def run(
     Args:
         command: the command line; each process also gets torchrun's variables.
         num_processes: as for :func:`rerun`.
-        place: where the machines meet; see :func:`find_place`.
+        place: the rendezvous point; see :func:`find_place`.
         devices_kind: as for :func:`rerun`.
         numa: as for :func:`rerun`.
         options: optional settings for torch elastic.
@@ -140,7 +140,7 @@ def start(
         start_method: ``"fork"`` copies this process; other methods start fresh processes and pickle the arguments.
         devices_kind: as for :func:`rerun`.
         numa: as for :func:`rerun`.
-        place: where the processes of several machines meet, each of which must call this; if None, there is only this
+        place: the rendezvous point of several machines, each of which must call this; None if there is only this
             machine. Machines without rank 0 return None.
 
     Raises:
@@ -193,7 +193,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
         def tell(number: int) -> None:
             if not joined.exists():
                 messages.error(
-                    f"{signal_name(number)} stopped {num_processes} processes while they were starting: nothing "
+                    f"{signal_name(number)} stopped the processes ({num_processes}) while they were starting: nothing "
                     "has been trained or saved."
                 )
 
@@ -248,14 +248,14 @@ def find_place(
     names: tuple[str, str, str] = RendezvousPoint.names,
     line: str = "",
 ) -> RendezvousPoint:
-    """Determine where the machines meet, from the arguments and the environment.
+    """Determine the machines' rendezvous point from the arguments and the environment.
 
     Args:
         num_nodes: number of machines.
         node_rank: index of this machine; NODE_RANK if None. Used only with several machines.
         address: address of machine 0; MASTER_ADDR if None. Used only with several machines.
         port: port on machine 0; MASTER_PORT if None. A single machine uses a free port if neither is set.
-        names: the names that the user knows for address, port and node rank, for error messages.
+        names: the user's names for address, port and node rank, for error messages.
         line: the command for each machine, with the placeholders ``{address}``, ``{port}`` and ``{node}``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Torch elastic's static rendezvous of several machines at a given address, changed so that machine 0 leaves last."""
+"""Torch elastic's static rendezvous of several machines at a fixed address, changed so that machine 0 leaves last."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 When torchrun restarts the processes after a failure, its agent keeps the store, including the addresses that the dead
 processes wrote. A rank that starts early would read these addresses and try to connect to a dead process. No variable
 identifies the attempt on all machines (each agent counts its own restarts), so the ranks agree on a new prefix: each
-rank writes a unique word to the store, and rank 0 answers each word with the prefix.
+rank writes a unique token to the store, and rank 0 replies to each token with the prefix.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _ask(meeting: Any, cluster: Cluster, timeout: timedelta) -> str:
 
 
 def _invite(meeting: Any, cluster: Cluster, timeout: timedelta) -> str:
-    """Answer every word in the store, including those of dead processes, until every rank has read its answer."""
+    """Reply to every token in the store, even tokens from dead processes, until every rank has read its reply."""
     prefix, answered = uuid.uuid4().hex, dict[int, bytes]()
     missing, deadline, pause = list(range(1, cluster.world_size)), time.monotonic() + timeout.total_seconds(), 0.002
     while True:

@@ -25,7 +25,7 @@ _OTHER_SEED_VARIABLE = "PL_GLOBAL_SEED"
 _MAX_SEED = 2**32 - 1
 #: Entries of random_states() that are not devices.
 _HOST = ("python", "torch", "numpy")
-#: Key of the warnings that random numbers differ after a resume, of which one is enough.
+#: Key of the warnings that random numbers differ after a resume; only one of them is shown.
 _DIFFER = "random numbers differ"
 
 
@@ -151,24 +151,25 @@ def set_random_states(states: dict[str, Any]) -> None:
     missing += [name for name in states if name not in _HOST and not kind_of(name).set_random_states(states[name])]
     if missing:
         messages.warn_once(
-            f"The RNG state of {messages.names(missing, last='and')} was saved but could not be restored "
-            "(numpy is not imported, or the devices differ), so the random numbers will differ from those of "
-            "the saved run. Import numpy before fit, or use the same number of devices.",
+            f"The RNG state of {messages.names(missing, last='and')} was saved but could not be restored (numpy is "
+            "not imported, or the devices differ), so the random numbers will differ from the saved run's. Import "
+            "numpy before fit, or use the same number of devices.",
             key=_DIFFER,
         )
 
 
 def warn_of_other_device(saved: str | None, present: str) -> None:
-    """Warn that a resumed run draws other random numbers, if its kind of device is not the saved run's.
+    """Warn that a resumed run draws different random numbers, if its kind of device differs from the saved run's.
 
     Args:
-        saved: the kind of the saved run's device; None if the checkpoint does not say it.
+        saved: the kind of the saved run's device; None if the checkpoint does not record it.
         present: the kind of this run's device.
     """
     if saved not in (None, present):
         messages.warn_once(
-            f"The saved run used the device {saved!r}, and this run uses {present!r}. Each kind of device has its own "
-            f"random numbers, so they will differ from those of the saved run. Resume on {saved!r} to get the same.",
+            f"The saved run used the device {saved!r}, but this run uses {present!r}. Each kind of device generates "
+            f"its own random numbers, so they will differ from the saved run's. Resume on {saved!r} to get the same "
+            "numbers.",
             key=_DIFFER,
         )
 

@@ -1,7 +1,8 @@
 """Agree on the step boundary where all ranks stop after a signal, a time limit or a callback stops one of them.
 
-Until a rank asks to stop, the ranks exchange nothing. They then use the process group's store, never a collective. Each
-rank answers once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
+Until a rank requests a stop, the ranks exchange nothing. They then use the process group's store, never a collective.
+Each rank replies once with the first boundary at which it can stop, and all ranks stop at the latest of these
+boundaries.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from .. import messages
 
-#: How long a rank waits for answers from the other ranks' threads. Launchers wait longer before they kill ranks.
+#: How long a rank waits for replies from the other ranks' threads. Launchers wait longer before they kill ranks.
 ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
@@ -39,7 +40,7 @@ class Stop:
     Attributes:
         boundary: the number of the boundary, counted from 1.
         signum: the signal that ends the run; 0 if the training should end as if it had reached its limits.
-        ranks: the ranks that asked to stop.
+        ranks: the ranks that requested the stop.
     """
 
     boundary: int
@@ -50,16 +51,16 @@ class Stop:
 class StopVote:
     """Lets all ranks of one run agree on where to stop.
 
-    The following explains why all ranks stop at the same boundary S and why no rank waits forever. At boundary n the
+    The following explains why all ranks stop at the same boundary S and why no rank waits forever. At boundary n, the
     main thread reads ``run.stop_requested``, writes ``run.boundaries = n`` and reads ``run.stop_requested`` again. If
-    it is set, the main thread answers n and waits there for all answers. The listening thread sets
-    ``run.stop_requested``, then reads ``run.boundaries`` and answers ``run.boundaries + 1``. Each rank answers once,
-    and S is the largest answer. If a main thread passed n without seeing ``run.stop_requested``, it read
+    it is set, the main thread replies with n and waits there for all replies. The listening thread sets
+    ``run.stop_requested``, then reads ``run.boundaries`` and replies with ``run.boundaries + 1``. Each rank replies
+    once, and S is the largest reply. If a main thread passed n without seeing ``run.stop_requested``, it read
     ``run.stop_requested`` before it was set. So ``run.boundaries`` was at least n when the listening thread read it,
-    and S is larger than n. A waiting rank waits only for answers, and the other ranks' listening threads answer even
-    while their main threads wait for this rank in a collective. If all main threads ask at the same boundary, each has
-    seen its own request before it writes ``run.boundaries``: every answer is that boundary or an earlier one, and they
-    stop exactly there.
+    and S is larger than n. A waiting rank waits only for replies, and the other ranks' listening threads reply even
+    while their main threads wait for this rank in a collective. If all main threads request a stop at the same
+    boundary, each has seen its own request before it writes ``run.boundaries``: every reply is that boundary or an
+    earlier one, and they stop exactly there.
 
     Args:
         run: the state that this rank's two threads share.
@@ -76,7 +77,7 @@ class StopVote:
         self._answered = False
 
     def listen(self) -> None:
-        """If a rank has asked to stop, reply with the first boundary at which this rank can stop.
+        """If a rank has requested a stop, reply with the first boundary at which this rank can stop.
 
         The listening thread calls this regularly.
         """
@@ -85,13 +86,13 @@ class StopVote:
             self._answer(self.run.boundaries + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """Decide where to stop. If no rank has asked the others to stop yet, this rank does so first.
+        """Decide where to stop. If no rank has requested a stop yet, this rank does so first.
 
         The main thread calls this at a boundary. ``signum`` is the signal that this rank received, or 0; ``wants`` says
         whether this rank wants to end the training.
 
         Raises:
-            RuntimeError: a rank did not answer, probably because it has exited.
+            RuntimeError: a rank did not reply, probably because it has exited.
         """
         self._answer(boundary, signum, wants)
         self._store.set("asked", "")
@@ -106,9 +107,9 @@ class StopVote:
                 self._store.set(str(self.rank), json.dumps([boundary, signum, wants]))
 
     def _answers(self) -> list[tuple[int, int, bool]]:
-        """Return the answers of all ranks.
+        """Return the replies of all ranks.
 
-        This polls the store, because ``store.wait`` would keep the other thread from answering.
+        This polls the store, because ``store.wait`` would keep the other thread from replying.
         """
         keys = [str(rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + ANSWER_SECONDS, 0.001
@@ -116,9 +117,9 @@ class StopVote:
             if time.monotonic() > deadline:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
-                    f"Rank {self.rank} asked the other ranks to stop, but got no answer from {missing} within "
-                    f"{ANSWER_SECONDS:.0f} s. A rank that does not answer has exited, or its GIL is held by native "
-                    "code. Check its output."
+                    f"Rank {self.rank} asked the other ranks to stop, but got no reply from {missing} within "
+                    f"{ANSWER_SECONDS:.0f} s. A rank that does not reply has exited, or native code holds its GIL. "
+                    "Check its output."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)
@@ -126,5 +127,5 @@ class StopVote:
 
 
 def chosen(signums: list[int]) -> int:
-    """Return the signal that ends the run on all ranks: the one that the lowest rank received, or 0 if none did."""
+    """Return the signal that ends the run on all ranks: the lowest rank's signal, or 0 if no rank received one."""
     return next((signum for signum in signums if signum), 0)

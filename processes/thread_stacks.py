@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 
-#: Name prefix of Paceline's own threads; their stack traces say nothing about the run.
+#: Name prefix of Paceline's own threads; their stack traces are irrelevant to the run.
 OURS = "paceline-"
 
 

@@ -29,11 +29,11 @@ _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.mult
 
 @dataclass(frozen=True)
 class RendezvousPoint:
-    """Says where the machines meet (an address and a port on machine 0) and which machine this is.
+    """The machines' rendezvous point (an address and a port on machine 0), and the index of this machine.
 
     Args:
         port: 0 picks a free port, which works only on a single machine.
-        names: the names that the user knows for address, port and node rank, for error messages.
+        names: the user's names for address, port and node rank, for error messages.
     """
 
     num_nodes: int = 1
@@ -49,16 +49,17 @@ class ElasticOptions:
 
     Args:
         max_restarts: maximum number of times that all processes are restarted after a failure.
-        monitor_interval: seconds between two checks of the processes.
+        monitor_interval: seconds between checks of the processes.
         log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; if None, no files are
             written.
         tee: streams to show in addition to writing them to ``log_dir``: ``"1"`` for output, ``"2"`` for errors,
             ``"3"`` for both, ``"0"`` for none, or by local rank, such as ``"0:1,1:2"``.
         role: name of the processes in the lines that ``tee`` shows.
-        rdzv_backend: how several machines meet: ``"static"``, or ``"c10d"``, which can restart with different machines.
+        rdzv_backend: the rendezvous of several machines: ``"static"``, or ``"c10d"``, which can restart with different
+            machines.
         rdzv_conf: settings of the rendezvous.
         quiet: hide torch elastic's own log.
-        serving: called with the port at which the processes of a single machine meet.
+        serving: called with the rendezvous port of a single machine.
     """
 
     max_restarts: int = 0
@@ -179,7 +180,7 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Return options that bind processes to their GPUs' NUMA nodes; if this is impossible, say so and return None."""
+    """Return options that bind processes to their GPUs' NUMA nodes; None, with a message, if that is impossible."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:
@@ -253,11 +254,12 @@ def _cannot_meet(error: Exception, place: RendezvousPoint) -> OSError:
         others = "" if place.num_nodes > 1 else f", or omit {port} to use a free one"
         return OSError(
             errno.EADDRINUSE,
-            f"Port {place.port} ({port}) is in use by another program on this machine, so the processes cannot "
-            f"meet there. Set {port} to a free port{others}",
+            f"Port {place.port} ({port}) is in use by another program on this machine, so the processes cannot use "
+            f"it. Set {port} to a free port{others}",
         )
     return OSError(
-        f"The machines could not find each other at {where} ({address}:{port}): this is {node}={place.node_rank} of "
-        f"{place.num_nodes}. Start the same command on all machines within 15 minutes, with an address of machine 0 "
-        f"that the others can reach and a port that no firewall blocks. ({str(error).splitlines()[0]})"
+        f"The machines could not find each other at {where} ({address}:{port}): this machine has "
+        f"{node}={place.node_rank}, and there are {place.num_nodes} machines in total. Start the same command on all "
+        "machines within 15 minutes, with an address of machine 0 that the others can reach and a port that no "
+        f"firewall blocks. ({str(error).splitlines()[0]})"
     )

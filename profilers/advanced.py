@@ -11,7 +11,7 @@ from .base import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Record every Python function that runs in an action, with its number of calls and its time.
+    """Records every Python function that runs in an action, with its number of calls and its time.
 
     A call counts toward the innermost running action. The profiler makes a step several times slower, so compare
     functions with each other and do not rely on absolute times.

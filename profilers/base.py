@@ -50,11 +50,11 @@ class Profiler:
 
     def start(self, action_name: str) -> None:
         """Start an action. Actions may be nested."""
-        raise NotImplementedError(f"{type(self).__name__} does not define start(action_name). Define it.")
+        raise NotImplementedError(f"{type(self).__name__} has no start method. Define start(self, action_name).")
 
     def stop(self, action_name: str) -> None:
         """End an action, even after an exception."""
-        raise NotImplementedError(f"{type(self).__name__} does not define stop(action_name). Define it.")
+        raise NotImplementedError(f"{type(self).__name__} has no stop method. Define stop(self, action_name).")
 
     def summary(self) -> str:
         """Return the report as a string; an empty string is not shown."""

@@ -99,7 +99,7 @@ class ScheduleWrapper:
 
 
 class PyTorchProfiler(Profiler):
-    """Record torch's operators on the host and on the GPU.
+    """Records torch's operators on the host and on the GPU.
 
     In traces, actions are named ``[pl][profile]run_training_batch`` and submodules ``[pl][module]...: name``. Outside a
     run, recording begins with the first action and ends with :meth:`describe`.

@@ -22,7 +22,7 @@ class _Running:
 
 
 class SimpleProfiler(Profiler):
-    """Measure the total time of each action.
+    """Measures the total time of each action.
 
     Args:
         dirpath: see :class:`Profiler`.

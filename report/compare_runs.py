@@ -39,7 +39,7 @@ def pair(a: History, b: History) -> str:
 
 
 def titles(a: History, b: History) -> tuple[str, str]:
-    """Name the two runs after the parts of their paths that differ."""
+    """Return a title for each run, from the parts of their paths that differ."""
     left, right = ([*one.path.resolve().parent.parts, one.path.stem] for one in (a, b))
     while left and right and left[0] == right[0]:
         left, right = left[1:], right[1:]

@@ -74,7 +74,7 @@ class History:
         hyperparameters: hyperparameters from ``save_hyperparameters``.
         splits: additional breakdowns of the time, by source.
         saves: the recorded saves, by path.
-        torn: number of lines that are not valid JSON, because the process was killed while writing them.
+        torn: number of lines that are not valid JSON because the process was killed while it wrote them.
     """
 
     path: Path

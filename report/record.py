@@ -60,7 +60,7 @@ class RunClock:
             self.was("rest")
 
     def save(self) -> None:
-        """From now on, count time as checkpointing."""
+        """Start counting time as checkpointing."""
         if self.part != "checkpoint":
             self.logged()
             self._before_save = self.part

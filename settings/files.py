@@ -72,9 +72,9 @@ def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file to use: the one that PACELINE_CONFIG_FILE names or, without it, the first one that exists.
+    """Return the file that PACELINE_CONFIG_FILE names or, if it is not set, the first existing file.
 
-    The working directory's file comes first, then the user's own file, then Accelerate's.
+    The files are searched in this order: the working directory's file, the user's own file, Accelerate's file.
 
     Raises:
         FileNotFoundError: the file that PACELINE_CONFIG_FILE names does not exist.

@@ -49,7 +49,7 @@ class Setting:
     def parsed(self, value: Any, where: str) -> Any:
         """Parse a value.
 
-        ``where`` says where the value was given; error messages begin with it.
+        ``where`` describes the source of the value; error messages begin with it.
 
         Raises:
             ValueError: the value is not valid for this setting.
@@ -136,10 +136,10 @@ _RUN = [
         "the device of this process, such as cuda:1; by default the best one",
         variables=("ACCELERATE_TORCH_DEVICE",),
     ),
-    _text("strategy", "how processes share the work, by name: ddp, fsdp, deepspeed, ...", objects=True),
+    _text("strategy", "how processes share the work: ddp, fsdp, deepspeed, ...", objects=True),
     _switch(
         "debug",
-        "print more, and compare shapes between processes before each collective",
+        "print more messages, and compare shapes between processes before each collective",
         variables=("ACCELERATE_DEBUG_MODE",),
     ),
     _choice("output_dtype", "the dtype of a prepared model's outputs: float32, or as computed", "fp32", "fp32", "keep"),
@@ -164,15 +164,15 @@ _LAUNCH = _of(
     _count("num_machines", "number of machines", 1, least=1),
     _count("machine_rank", "index of this machine, from 0", 0),
     _text("main_process_ip", "the address of machine 0"),
-    _count("main_process_port", "the port of machine 0; 0 or no value for a free one", most=65535),
+    _count("main_process_port", "the port of machine 0; by default, or if 0, a free one", most=65535),
     _text("gpu_ids", "comma-separated ids of the GPUs to use, or all"),
-    _count("num_cpu_threads_per_process", "threads of each process (OMP_NUM_THREADS)", least=1),
+    _count("num_cpu_threads_per_process", "CPU threads per process (OMP_NUM_THREADS)", least=1),
     _switch(
-        "enable_cpu_affinity", "keep each process on the cores near its GPU", variables=("ACCELERATE_CPU_AFFINITY",)
+        "enable_cpu_affinity", "bind each process to the CPU cores near its GPU", variables=("ACCELERATE_CPU_AFFINITY",)
     ),
     _text("rdzv_backend", "how machines find each other: static or c10d", "static"),
-    _text("rdzv_conf", "more rendezvous settings as comma-separated key=value"),
-    _count("max_restarts", "how often failed processes are restarted", 0),
+    _text("rdzv_conf", "more rendezvous settings, as comma-separated key=value pairs"),
+    _count("max_restarts", "how many times failed processes are restarted", 0),
     _number("monitor_interval", "seconds between checks of the processes", 0.1),
 )
 
@@ -194,7 +194,7 @@ _DYNAMO = _of(
         *("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     ),
     _switch("dynamo_use_fullgraph", "require that the model compiles into a single graph"),
-    _switch("dynamo_use_dynamic", "compile for changing sizes; by default torch decides", None),
+    _switch("dynamo_use_dynamic", "compile for dynamic shapes; by default torch decides", None),
     _switch("dynamo_use_regional_compilation", "compile repeated blocks once, rather than the whole model"),
 )
 
@@ -222,7 +222,7 @@ _FSDP = [
         ),
         _text(
             "fsdp_transformer_layer_cls_to_wrap",
-            "comma-separated class names of those blocks",
+            "comma-separated class names of the blocks",
             variables=("FSDP_TRANSFORMER_CLS_TO_WRAP",),
         ),
         _choice(
@@ -238,7 +238,7 @@ _FSDP = [
             *("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
         ),
         _truth("fsdp_forward_prefetch", "fetch the next block's weights early in the forward pass"),
-        _truth("fsdp_use_orig_params", "accepted; version 2 always does", True),
+        _truth("fsdp_use_orig_params", "accepted; version 2 always uses them", True),
         _truth("fsdp_cpu_ram_efficient_loading", "read weights on one process only", True),
         _truth("fsdp_sync_module_states", "start from the weights of process 0", True),
         _truth("fsdp_activation_checkpointing", "recompute activations instead of keeping them"),
@@ -249,7 +249,7 @@ _FSDP = [
         "fsdp_reshard_after_forward",
         word_or_truth("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
         None,
-        "free a block's weights after its forward pass; by default decided by fsdp_sharding_strategy",
+        "free a block's weights after its forward pass; by default, fsdp_sharding_strategy decides",
         "fsdp",
         "true, false",
         variables=("FSDP_RESHARD_AFTER_FORWARD",),
@@ -292,7 +292,7 @@ _SIZE = "processes along the {} dimension"
 _PARALLELISM = [
     _switch(
         "use_parallelism_config",
-        "arrange processes in several dimensions",
+        "combine several kinds of parallelism",
         group="parallelism_config",
         variables=("ACCELERATE_USE_PARALLELISM_CONFIG",),
     ),

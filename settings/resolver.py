@@ -25,7 +25,7 @@ _CLOSE = 0.75
 
 
 class Given(NamedTuple):
-    """A value from code that is used unchanged, and where it was given, such as ``Trainer(precision='bf16')``."""
+    """A value from code, which is used unchanged, and its source, such as ``Trainer(precision='bf16')``."""
 
     value: Any
     where: str
@@ -105,7 +105,10 @@ class Settings(Mapping[str, Any]):
 
     def _of(self, name: str) -> _Candidate:
         if name not in self._chosen:
-            raise KeyError(f"There is no setting {name!r}.{messages.did_you_mean(name, self._chosen)}")
+            raise KeyError(
+                f"There is no setting {name!r}.{messages.did_you_mean(name, self._chosen)} "
+                "`paceline env` lists all settings."
+            )
         return self._chosen[name]
 
 
@@ -120,7 +123,7 @@ def resolve(
     """Resolve the value of every setting. None means "not set", but an explicit no or False counts as a value.
 
     Args:
-        code: values from the program, by setting name; a :class:`Given` also says where it was given.
+        code: values from the program, by setting name; a :class:`Given` also records the value's source.
         flags: values from a launcher's command line.
         config_file: the file to read; None searches the environment, the current folder and the user's folder.
         environment: environment variables; if None, those of this process.
@@ -135,7 +138,10 @@ def resolve(
     for given in (code or {}, flags or {}):
         for name in given:
             if name not in SETTINGS:
-                raise ValueError(f"There is no setting {name!r}.{messages.did_you_mean(name, SETTINGS)}")
+                raise ValueError(
+                    f"There is no setting {name!r}.{messages.did_you_mean(name, SETTINGS)} "
+                    "`paceline env` lists all settings."
+                )
     _report_misspellings(variables)
     path = find_file(variables) if config_file is None else config_file
     file = None if path is None else read_file(path)
@@ -227,7 +233,7 @@ def fill(one: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -
 def hand_over(settings: Settings) -> dict[str, str]:
     """Return the environment variables that pass a launcher's settings to its processes.
 
-    They contain the file's path and the value of every flag, and say which variables come from flags.
+    They contain the file's path and the value of every flag, and list the variables that come from flags.
     """
     flags = [row for row in settings.table() if row.place == "flag"]
     return {
@@ -238,5 +244,5 @@ def hand_over(settings: Settings) -> dict[str, str]:
 
 
 def written(value: Any) -> str:
-    """Return a setting's value as it is written in a flag, a variable or a file."""
+    """Format a setting's value as text for a flag, an environment variable or a file."""
     return str(value).lower() if isinstance(value, bool) else str(value)

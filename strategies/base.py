@@ -81,10 +81,11 @@ class Strategy(Placement, Communication, State):
         name, single = type(spread).__name__, self.world_size == 1 and not self.communicates_forward
         if not single or (spread is not module and self.device.type != "cpu"):
             raise RuntimeError(
-                f"{name} was dispatched by a device map (dispatch_model or load_checkpoint_and_dispatch). Such a model "
-                f"can only run in a single process that does not move it, not with {type(self).__name__} "
-                f"({self.world_size} processes, {self.device}). To shard the model for training, build it under "
-                "init_empty_weights and load it with load_checkpoint_in_model under strategy='fsdp'."
+                f"{name} was dispatched by a device map (dispatch_model or load_checkpoint_and_dispatch). A "
+                f"dispatched model can only run in a single process that does not move it, but {type(self).__name__} "
+                f"has world size {self.world_size} and moves models to {self.device}. To shard the model for "
+                "training, build it under init_empty_weights and load it with load_checkpoint_in_model under "
+                "strategy='fsdp'."
             )
         self.precision.convert_module(module)  # raises if it would change the dtype of a dispatched model
         prepare_quantized(module)
@@ -148,7 +149,7 @@ class Strategy(Placement, Communication, State):
         return nullcontext()
 
     def joinable(self) -> Joinable | None:
-        """Return the object to pass to :class:`torch.distributed.algorithms.Join`, for ranks with fewer batches.
+        """Return the object to pass to torch's ``Join`` context manager, for ranks with different numbers of batches.
 
         Returns None if backward passes do not communicate.
         """
@@ -166,7 +167,7 @@ class Strategy(Placement, Communication, State):
         """Start measuring how long gradient communication takes in this run."""
 
     def communication_seconds(self) -> dict[str, float] | None:
-        """Return how much time has been spent communicating gradients so far, in seconds.
+        """Return the time spent communicating gradients so far, in seconds.
 
         Returns:
             A dict with ``all``, ``exposed`` (the part that did not overlap with backward) and the number of ``steps``;
@@ -177,7 +178,7 @@ class Strategy(Placement, Communication, State):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        """Scale the loss, shape (), if fp16 needs it, and call ``how(loss)`` or, if None, ``loss.backward()``."""
+        """Scale the loss, shape (), if fp16 needs it, then call ``how(loss)``, or ``loss.backward()`` if it is None."""
         loss = self.precision.scale_loss(loss)
         if how is None:
             loss.backward()
@@ -190,13 +191,13 @@ class Strategy(Placement, Communication, State):
     ) -> AbstractContextManager[Any]:
         """Context manager in which tensors hold this process's part of each sequence, and attention covers all parts.
 
-        By default, no process has only a part, and nothing changes. ``dims`` has the sequence dimension of each tensor.
-        Tensors that are also in ``unrestored`` keep their part afterwards.
+        By default, this changes nothing, because every process has the full sequences. ``dims`` lists the sequence
+        dimension of each tensor. Tensors in ``unrestored`` are not restored afterwards.
         """
         return nullcontext()
 
     def batch_cutter(self) -> Callable[[Any], Any] | None:
-        """Return the function with which prepared loaders cut a batch to this process's part of each sequence.
+        """Return the function that prepared loaders call to cut a batch to this process's part of each sequence.
 
         Returns None if batches contain full sequences.
         """

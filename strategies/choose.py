@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from .base import SingleDevice, Strategy
 from .deepspeed.settings import DeepSpeedName
 from .distributed import DistributedStrategy, check_backend
 from .options import Options, options_in
-from .precision.base import CLIPPING, UNCALLED, Precision
+from .precision.base import CLIPPING, Precision
 from .precision.choose import choose_precision
 
 ENTRY_POINTS = "paceline.strategies"
@@ -284,8 +283,8 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
         found = find_devices(started if devices == "auto" else devices, kind)
         if len(found) != started and devices != -1:
             raise ValueError(
-                f"Trainer(devices={devices!r}) asks for {len(found)} processes on this machine, but {cluster.name} "
-                f"started {started}. Leave devices out, or start {len(found)} processes."
+                f"Trainer(devices={devices!r}) needs one process per device on this machine ({len(found)} in total), "
+                f"but {cluster.name} started {started}. Leave devices out, or start {len(found)}."
             )
         return found
     present = kind_of(kind).count()
@@ -380,8 +379,8 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
 def _fitting(strategy: Strategy) -> Strategy:
     """Return the strategy; raise if it cannot use its precision.
 
-    That is so if it shards a model whose weights the precision quantizes, or if it would never call a method that the
-    precision overrides.
+    This happens if the strategy shards a model whose weights the precision quantizes, or if it would never call a
+    method that the precision overrides.
     """
     precision = strategy.precision
     if precision.quantizes and not strategy.holds_whole_module:
@@ -390,13 +389,6 @@ def _fitting(strategy: Strategy) -> Strategy:
             "Use strategy='ddp' or one device, or another precision."
         )
     owner, overrides = type(precision).__name__, precision.overrides
-    for name in (name for name in UNCALLED if name in overrides):
-        raise TypeError(f"{owner} overrides {name}, which is never called. Override {UNCALLED[name]} instead.")
-    if "optimizer_step" in overrides and "model" in inspect.signature(precision.optimizer_step).parameters:
-        raise TypeError(
-            f"{owner}.optimizer_step takes a model, but it is called as optimizer_step(optimizer, closure) and returns "
-            "whether the optimizer stepped. Define it so, or override the module's optimizer_step instead."
-        )
     refused: set[str] = set(CLIPPING) if type(strategy).clip_by_norm is not Strategy.clip_by_norm else set()
     if not strategy.steps_through_precision:
         refused.add("optimizer_step")

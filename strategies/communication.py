@@ -19,7 +19,7 @@ ReduceOp = Literal["mean", "sum", "min", "max"]
 
 
 class UnlikeTensorsError(ValueError):
-    """Raised if processes pass tensors of different shapes or dtypes to a collective; ``found`` lists them by rank."""
+    """Raised if processes pass a collective tensors of different shapes or dtypes; ``found`` describes them by rank."""
 
     def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -107,7 +107,7 @@ class Communication:
 
     @property
     def parts_group(self) -> Any:
-        """Like :attr:`data_group`, with one process for each part of a sequence too, if sequences are split."""
+        """Like :attr:`data_group`, but with one process for each part of each share if sequences are split."""
         return self.data_group
 
     @property
@@ -182,7 +182,7 @@ class Communication:
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Return True if all processes pass the same text; if one does not call this, the error says ``place``."""
+        """Return True if all processes pass the same text; if one never calls this, the error names ``place``."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:

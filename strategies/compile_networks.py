@@ -74,7 +74,7 @@ def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs)
 
-    # Torch counts compilations per code object: if all layers shared one, a few would reach its limit.
+    # Torch limits compilations per code object. If all layers shared one, a few layers would reach the limit.
     call.__code__ = call.__code__.replace(co_name=type(module).__name__)
     setattr(module, COMPILED_CALL, torch.compile(call, **settings))
 

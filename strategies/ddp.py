@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Communication hooks that can be given by name.
+#: Communication hooks that can be selected by name.
 HookName = Literal["fp16", "bf16", "powersgd"]
 HOOKS: tuple[HookName, ...] = get_args(HookName)
 #: Wrappers that compress before another hook runs.
@@ -67,8 +67,8 @@ class DDPStrategy(DistributedStrategy):
         ddp_comm_state: the hook's state; for PowerSGD, it can also be a dict of arguments for ``PowerSGDState``.
         ddp_comm_wrapper: a function that wraps the hook, such as ``fp16_compress_wrapper``, or ``"fp16"`` or
             ``"bf16"``.
-        model_averaging_period: with ``post_localSGD_hook``, the number of steps between two averagings of the
-            parameters (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
+        model_averaging_period: with ``post_localSGD_hook``, the interval in steps at which parameters are averaged (Lin
+            et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
         **options: arguments of ``DistributedStrategy``, such as ``timeout``, and of DistributedDataParallel:
             ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...
     """
@@ -274,7 +274,7 @@ class DDPStrategy(DistributedStrategy):
 
     def measure_communication(self) -> None:
         if self._wrapped is not None and not kind_of(self.device).overlaps_copies():
-            # By default torch times one step in a hundred. On a GPU this is kept, because reading its timers waits.
+            # By default, torch times one step in a hundred. GPUs keep this default, because reading their timers waits.
             time_every_step(self._wrapped)
 
     def communication_seconds(self) -> dict[str, float] | None:
@@ -332,7 +332,7 @@ class _Step(nn.Module):
 
 
 def _state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the state and the hook to register with torch; the hook and its wrapper may be given by name."""
+    """Return the state and the hook to register with torch; the user may have passed them by name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if hook == "powersgd":

@@ -101,7 +101,7 @@ class DistributedStrategy(Strategy):
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         process_group_backend: the process group's backend; if None, gloo for CPU tensors and NCCL for CUDA tensors.
-        init_method: the URL where the processes meet, as for ``init_process_group``; the launcher's address if None.
+        init_method: the rendezvous URL, as for ``init_process_group``; the launcher's address if None.
         timeout: how long a collective waits for the other processes.
         start_method: how the other processes start if there is no launcher: ``"popen"`` runs the command again;
             ``"spawn"``, ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"`` chooses
@@ -187,9 +187,9 @@ class DistributedStrategy(Strategy):
             self._synchronized += sync_batch_norm.synchronize(module, self.device)
             return
         messages.info_once(
-            f"{len(layers)} batch norms in {type(module).__name__} see only their own process's batch, so the "
-            f"results differ from those of a single process that sees all {self.num_data_ranks} batches. "
-            "Trainer(sync_batchnorm=True) makes them match, at the cost of two small reductions per layer."
+            f"{type(module).__name__} has batch norms ({len(layers)}) that see only their own process's batch, so the "
+            f"results differ from a run on a single process that sees all {self.num_data_ranks} batches. "
+            "Trainer(sync_batchnorm=True) makes the results match, at the cost of two small reductions per layer."
         )
 
     def same_model(self, module: nn.Module) -> None:
@@ -197,7 +197,7 @@ class DistributedStrategy(Strategy):
         owner, named = type(module).__name__, list(module.named_parameters())
         if not self.holds_whole_module and quantized_layers(module):
             raise RuntimeError(
-                f"{owner} has quantized layers of bitsandbytes, which {type(self).__name__} cannot shard. Use "
+                f"{owner} has quantized bitsandbytes layers, which {type(self).__name__} cannot shard. Use "
                 "strategy='ddp', where each process holds the whole model, or a model without quantized layers."
             )
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
@@ -255,8 +255,8 @@ class DistributedStrategy(Strategy):
         join(self._cluster, self.backend, self.timeout, self.device, self.init_method)
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
-                f"A process group of {dist.get_world_size()} processes already exists, but this run has "
-                f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Let Paceline call "
+                f"A process group with world size {dist.get_world_size()} already exists, but this run has world size "
+                f"{self.world_size} (devices={len(self.devices)}, num_nodes={self._nodes}). Let Paceline call "
                 "init_process_group, or set devices and num_nodes to match that group."
             )
         self._host, self._watch = host_room(self.timeout)
@@ -319,7 +319,7 @@ class DistributedStrategy(Strategy):
         return self._beside
 
     def _at(self, place: str) -> AbstractContextManager[None]:
-        """Context manager for waiting at ``place``; if the wait fails, the error says where the other ranks are."""
+        """Context manager for waiting at ``place``; if the wait fails, the error shows where the other ranks are."""
         return nullcontext() if self._watch is None else self._watch.waiting(place)
 
     def explain(self, error: BaseException) -> BaseException | None:

@@ -19,8 +19,8 @@ class ItemWindow:
 
     Each loss is multiplied by its number of items and divided by ``unit``, a power of two. When the window is complete,
     its gradients are multiplied by the factor from :meth:`finish`, which turns them into the mean over the items of all
-    ranks. ``items`` counts this rank's items in the window so far. ``said``, the beginning of error messages, says
-    where the counts come from, such as ``"Net.training_step returned"``.
+    ranks. ``items`` counts this rank's items in the window so far. ``said`` is the beginning of error messages and
+    names the source of the counts, such as ``"Net.training_step returned"``.
     """
 
     def __init__(self, strategy: Strategy, said: str) -> None:

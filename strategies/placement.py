@@ -37,7 +37,7 @@ class Placement:
 
     #: Deferred weights of the module that was set up most recently; each module gets a new object.
     waiting: Waiting = Waiting()
-    #: Whether each process holds the whole module, as quantized weights need.
+    #: Whether each process holds the whole module, which quantized weights require.
     holds_whole_module: ClassVar[bool] = True
     #: Whether an optimizer step goes through the precision's ``optimizer_step``.
     steps_through_precision: ClassVar[bool] = True
@@ -103,7 +103,7 @@ class Placement:
             self.waiting.take_memory(module, device)
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
-        """If ``synchronize``, make batch norms use the batches of all processes. Called before :meth:`setup_module`."""
+        """If ``synchronize``, make batch norms use all processes' batches. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Wrap a module that has already been set up, if this strategy runs training steps through a wrapper."""
@@ -130,7 +130,7 @@ class Placement:
     def batch_mover(self) -> Callable[[Any], Any] | None:
         """Return the function that moves a batch to the device and converts it to the precision's input dtype.
 
-        Returns None if nothing needs to be moved or converted. If the precision is a class of yours with its own
+        Returns None if nothing needs to be moved or converted. If your own Precision subclass overrides
         ``convert_input``, the batch is only moved.
         """
         converts = "convert_input" in self.precision.overrides

@@ -11,7 +11,7 @@ from typing import Any
 from .. import messages
 from ..torch_private import on_compiling, recompilations
 
-#: Number of recompilations of a function after which a warning gives the reason.
+#: Number of recompilations of a function after which a warning shows the reason.
 MANY = 4
 #: Compilations that take fewer seconds than this are not reported.
 WORTH_SECONDS = 0.5

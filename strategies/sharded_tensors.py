@@ -113,7 +113,7 @@ def settle(parameters: Iterable[Tensor]) -> None:
 def average_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Average the gradients of unsharded parameters across a mesh, in one reduction per dtype and device.
 
-    Every process must call this with the same parameters. A missing gradient counts as zeros, and stays missing if no
+    Every process must call this with the same parameters. A missing gradient counts as zero, and stays missing if no
     process has one.
     """
     kinds: dict[Any, list[Tensor]] = {}

@@ -18,7 +18,7 @@ Changed = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class LayerSync(ABC):
-    """A plugin that makes layers use the batches of all processes during a fit with several of them."""
+    """A plugin that makes layers use the batches of all processes during a multi-process fit."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
@@ -55,7 +55,7 @@ def trained(module: nn.Module) -> list[nn.Module]:
 def synchronize(module: nn.Module, device: torch.device) -> Changed:
     """Make every batch norm in a module use the batches of all processes. Pass the result to :func:`release`.
 
-    Only the forward of each layer is replaced, so the layer keeps its class, its hooks, and its place in the module.
+    Only the forward of each layer is replaced, so the layer keeps its class, its hooks, and its position in the module.
     """
     changed: Changed = []
     for layer in module.modules():

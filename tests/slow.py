@@ -25,6 +25,19 @@ REASONS: dict[str, str] = {
     "strategies/deepspeed/test_strategy.py::test_two_ranks_learn_what_one_process_with_their_batches_together_learns": (
         "the first use of a stage of DeepSpeed compiles and imports"
     ),
+    "strategies/deepspeed/test_strategy.py::test_layers_made_in_configure_model_are_split_at_once_in_stage_3": (
+        "the first use of a stage of DeepSpeed compiles and imports"
+    ),
+    "loggers/test_resume.py::test_wandb_goes_on_with_the_run_of_the_checkpoint": "starts wandb's own process twice",
+    "compat/test_lightning.py::test_a_program_and_the_processes_that_it_starts_find_it": (
+        "cold: three fresh interpreters one after the other, each of which imports torch"
+    ),
+    "compat/test_lightning.py::test_the_variable_installs_it_where_paceline_is_imported_and_in_pytest": (
+        "cold: two fresh interpreters, one of which starts pytest"
+    ),
+    "examples/test_migrate_in_four_steps.py::test_b15_k1_a_half_done_and_a_done_migration_start_with_a_launcher": (
+        "a launcher and two ranks, each a fresh interpreter"
+    ),
     "compat/test_accelerate.py::test_b17_transformers_trainer_runs_with_paceline_as_its_accelerate": (
         "the fixture starts programs that import transformers, train on one and two processes, resume and evaluate"
     ),

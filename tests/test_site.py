@@ -7,14 +7,20 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import zlib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from jinja2 import Template
 
 import paceline
 from paceline.callbacks.base import HOOKS
@@ -22,6 +28,7 @@ from paceline.cli.main import COMMANDS
 from paceline.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
+versions = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "site" / "versions.py")))
 #: Folders of docs/ that hold no page, or pages that a build writes.
 NO_PAGES = {"site", "static", "pictures", "reference", "sources"}
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -80,8 +87,10 @@ def test_every_page_can_be_found_and_every_version_is_listed(site: Path) -> None
     docs = ROOT / "docs"
     pages = [path.relative_to(docs) for end in ("md", "ipynb") for path in docs.rglob(f"*.{end}")]
     assert {page.with_suffix("").as_posix() for page in pages if page.parts[0] not in NO_PAGES} <= set(found)
-    versions = json.loads((site / "_static" / "switcher.json").read_text())
-    assert paceline.__version__ in [one["version"] for one in versions]
+    assert versions.read(site / versions.VERSIONS) == [paceline.__version__]
+    assert {page.with_suffix("").as_posix() for page in pages if page.parts[0] not in NO_PAGES} <= set(
+        versions.read(site / versions.PAGES)
+    )
 
 
 def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path) -> None:
@@ -101,6 +110,8 @@ def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path
     assert not [name for name in HOOKS if f'id="{name.replace("_", "-")}"' not in hooks]
     commands = (site / "reference" / "commands.html").read_text()
     assert not [name for name in COMMANDS if f"<h2>paceline {name}<" not in commands]
+    assert "{no|fp16|bf16|fp8}" in commands
+    assert "no, fp16, bf16, fp8" not in commands
 
 
 def test_the_figures_of_the_start_page_are_those_of_the_benchmarks() -> None:
@@ -145,6 +156,74 @@ def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_
         seen = opened(f"{site.as_uri()}/{page}", tmp_path)
         assert words in seen, page
     assert 'class="search"><li' in seen
+
+
+#: A small page with the two lists of versions that every page has. "?choose=1.0" chooses from it, as a reader would.
+SMALL = """<!DOCTYPE html><html data-content_root="{root}"><body>{switch}{switch}<p>{page} of {version}</p>
+<script>DOCUMENTATION_OPTIONS = {{}};</script><script src="{root}_static/site.js"></script><script>
+const chosen = new URLSearchParams(location.search).get("choose");
+const [list, second] = document.querySelectorAll(".version-switch");
+new MutationObserver(() => {{
+  document.querySelector("p").append(" at " + location.hash + ", shown: " + !second.hidden + " " + second.value);
+  if (chosen) {{
+    list.value = chosen;
+    list.dispatchEvent(new Event("change"));
+  }}
+}}).observe(second, {{ attributeFilter: ["hidden"] }});
+</script></body></html>"""
+
+
+@pytest.fixture
+def two_versions(tmp_path: Path) -> Path:
+    """Two published versions of a small site; the newer one has a page more."""
+    switch = Template((ROOT / "docs" / "site" / "templates" / "version-switch.html").read_text())
+    for version, pages in {"0.9": ["index", "howto/resume"], "0.10": ["index", "howto/resume", "new"]}.items():
+        built = tmp_path / "built" / version
+        for page in pages:
+            (built / page).parent.mkdir(parents=True, exist_ok=True)
+            shown = switch.render(version=version, pagename=page)
+            text = SMALL.format(root="../" * page.count("/") or "./", switch=shown, page=page, version=version)
+            (built / f"{page}.html").write_text(text)
+        (built / "_static").mkdir()
+        shutil.copy2(ROOT / "docs" / "static" / "site.js", built / "_static")
+        versions.write(built / versions.PAGES, "PACELINE_PAGES", pages)
+        versions.write(built / versions.VERSIONS, "PACELINE_VERSIONS", [version])
+        published = versions.publish(built, tmp_path / "web" / "docs")
+    assert published == ["0.10", "0.9"]
+    return tmp_path / "web"
+
+
+def test_a_published_version_is_replaced_and_the_newest_release_is_the_start(two_versions: Path) -> None:
+    folder, built = two_versions / "docs", two_versions.parent / "built"
+    (built / "0.9" / "index.html").write_text("mended")
+    assert versions.publish(built / "0.9", folder) == ["0.10", "0.9"]
+    assert (folder / "0.9" / "index.html").read_text() == "mended"
+    assert {tuple(versions.read(folder / one / versions.VERSIONS)) for one in ("0.9", "0.10")} == {("0.10", "0.9")}
+    assert "url=0.10/index.html" in (folder / "index.html").read_text()
+    (built / "0.9").rename(built / "0.11rc1")
+    versions.write(built / "0.11rc1" / versions.VERSIONS, "PACELINE_VERSIONS", ["0.11rc1"])
+    assert versions.publish(built / "0.11rc1", folder) == ["0.11rc1", "0.10", "0.9"]
+    assert "url=0.10/index.html" in (folder / "index.html").read_text(), "a release candidate is not what readers want"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("served", [False, True], ids=["from a file", "below a path of a server"])
+def test_the_list_of_versions_leads_to_the_same_page_and_back(two_versions: Path, tmp_path: Path, served: bool) -> None:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(two_versions))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}" if served else two_versions.as_uri()
+        expected = {
+            "0.10/howto/resume.html?choose=0.9#kill": "howto/resume of 0.9 at #kill, shown: true 0.9",
+            "0.9/howto/resume.html?choose=0.10": "howto/resume of 0.10 at , shown: true 0.10",
+            "0.10/new.html?choose=0.9#new": "index of 0.9 at , shown: true 0.9",
+        }
+        for address, words in expected.items():
+            assert f"<p>{words}</p>" in opened(f"{base}/docs/{address}", tmp_path), address
+        server.shutdown()
 
 
 #: What readers search, and the page that should be among the first three results.

@@ -1,4 +1,4 @@
-"""Check the arguments of ``Trainer(...)`` and its entry points, each by itself and in combination."""
+"""Check the arguments of ``Trainer(...)`` and its entry points, individually and in combination."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Check ``val_check_interval``; return a pair of batches (int) or fraction (float), and seconds or None."""
+    """Check ``val_check_interval``; return batches (int) or epochs (float), and the seconds of a duration or None."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
@@ -229,7 +229,7 @@ def check_switch(name: str, value: T, none: bool = False) -> T:
     raise TypeError(f"Trainer: {name}={value!r} is {messages.a(value)}. Pass True or False.{hint}")
 
 
-# ---- values together -------------------------------------------------------------------------------------------------
+# ---- combinations of values ------------------------------------------------------------------------------------------
 
 
 def check_deterministic(deterministic: T, benchmark: bool | None) -> T:
@@ -303,8 +303,8 @@ def check_request(running: str | None, request: Request) -> None:
     name = f"Trainer.{request.fn}"
     if running is not None:
         raise RuntimeError(
-            f"{name}() was called while {running} is running, but a Trainer can only do one run at a time. Call it "
-            f"after {running}, or use another Trainer."
+            f"{name}() was called while {running} is running, but a Trainer can execute only one run at a time. Call "
+            f"it after {running}, or use another Trainer."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, storage.Remote)):
         raise TypeError(

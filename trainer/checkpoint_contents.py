@@ -93,7 +93,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Return the samples in a full batch across all ranks (in a resumed fit without a loader, the saved number)."""
+    """Return the number of samples in a full batch across all ranks, or the saved number if there is no loader."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples
@@ -193,7 +193,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
         The remaining state, which the loop restores at the resume position.
 
     Raises:
-        ValueError: the checkpoint holds only weights, or its optimizers or schedulers differ from this run's.
+        ValueError: the checkpoint contains only weights, or its optimizers or schedulers differ from this run's.
     """
     section = checkpoint.get("paceline", {})
     if parts != ("model",) and "optimizer_states" not in checkpoint:
@@ -239,8 +239,9 @@ def _restore_schedulers(run: Run, states: list[dict[str, Any]]) -> None:
 def _same_count(what: str, saved: int, given: int) -> None:
     if saved != given:
         raise ValueError(
-            f"The checkpoint contains {saved} {what}, but configure_optimizers returned {given}. Return the same ones "
-            "as when the checkpoint was saved, or load only the weights (load_from_checkpoint) and start a new fit."
+            f"The number of {what} in the checkpoint is {saved}, but configure_optimizers returned {given}. Return the "
+            f"same {what} as when the checkpoint was saved, or load only the weights (load_from_checkpoint) and start "
+            "a new fit."
         )
 
 

@@ -43,7 +43,7 @@ class _Write:
     error: BaseException | None = None
 
     def run(self) -> None:
-        """Write all files and keep the error, if any."""
+        """Write all files; if that fails, store the error."""
         try:
             for path in self.paths:
                 if self.in_parts:
@@ -157,7 +157,7 @@ class Saver:
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the checkpoint that further training leaves unchanged.
 
-        Raises an error for a value that a file cannot store, so that the writer thread does not have to.
+        If a file cannot store a value, this raises the error here rather than in the writer thread.
         """
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 

@@ -39,7 +39,7 @@ MOST_SHAPES = 4
 class Switches:
     """Torch settings for tracing a whole step, set only during compilation because setting them in every step is slow.
 
-    ``wanted``: whether the step that is running is compiled as a whole.
+    ``wanted``: whether the running step is compiled as a whole.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class WholeStep:
         return [p for optimizer in self.optimizers for group in optimizer.groups for p in group["params"]]
 
     def trace_gradients(self, loss: Any, complete: bool) -> None:
-        """Run backward; inside a window, add the gradients to the earlier ones in place."""
+        """Run backward; inside a window, add the gradients in place to those of earlier micro-batches."""
         parameters = [p for p in self.parameters() if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
@@ -334,7 +334,10 @@ class CompiledStep(TrainStep):
         losses.form_known, losses.by_items = True, losses.window.unit is not None
         loss = losses.read(output)
         if loss is not None:
-            raise losses.problem(loss) or RuntimeError(f"{self.whole.owner}.training_step returned no usable loss.")
+            raise losses.problem(loss) or RuntimeError(
+                f"{self.whole.owner}.training_step returned no usable loss. Return a scalar computed from the module's "
+                "output, or None to skip the batch."
+            )
         return self.skip()
 
     def update(self) -> None:

@@ -11,7 +11,7 @@ from .. import messages
 from ..callbacks.base import Callback, overridden
 from ..strategies.base import SingleDevice
 from ..strategies.compile_networks import scope_of
-from ..strategies.precision.base import CLIPPING
+from ..strategies.precision.base import BACKWARD, CLIPPING
 from ..torch_private import is_of_scheduler, step_hooks
 from .bind_steps import takes_iterator
 from .module import TrainingModule
@@ -49,7 +49,7 @@ def check_trainer(trainer: Trainer) -> None:
             f"{asked}, precision={strategy.precision.name!r}): the host has to read the gradients to decide whether "
             f"to step. Use precision='bf16-mixed', {_INSTEAD}."
         )
-    own = sorted(strategy.precision.overrides & {*CLIPPING, "optimizer_step"})
+    own = sorted(strategy.precision.overrides & {*CLIPPING, *BACKWARD, "optimizer_step"})
     if own:
         raise ValueError(
             f"{asked}): {type(strategy.precision).__name__} overrides {messages.names(own, last='and')}, which would "
@@ -72,15 +72,23 @@ def check_module(run: Run) -> None:
     check_trainer(run.trainer)  # a callback may have changed the trainer
     module, owner = run.module, type(run.module).__name__
     if not module.automatic_optimization:
-        _refuse(run, f"{owner} uses manual optimization (automatic_optimization=False)", "Use automatic optimization")
+        _refuse(run, f"{owner} uses manual optimization, which cannot become one graph", "Use automatic optimization")
     if takes_iterator(module.training_step):
-        _refuse(run, f"{owner}.training_step takes dataloader_iter", "Use training_step(batch, batch_idx)")
+        _refuse(
+            run,
+            f"{owner}.training_step takes dataloader_iter to fetch batches, which the graph cannot do",
+            "Use training_step(batch, batch_idx)",
+        )
     for name in METHODS:
         if overridden(module, name, TrainingModule) is not None:
-            _refuse(run, f"{owner}.{name} is not part of the graph", "Leave it out")
+            _refuse(run, f"{owner}.{name} would have to run in the middle of the graph", "Leave it out")
     for callback in run.trainer.callbacks:
         if overridden(callback, "around_training_step", Callback) is not None:
-            _refuse(run, f"{type(callback).__name__} needs the loss before backward", "Leave it out")
+            _refuse(
+                run,
+                f"{type(callback).__name__} needs the loss before backward, in the middle of the graph",
+                "Leave it out",
+            )
     for name in HOOKS:
         for hook in getattr(run.hooks, name):
             who = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
@@ -101,16 +109,20 @@ def _check_optimizer(run: Run, optimizer: Optimizer) -> None:
     if isinstance(optimizer, LBFGS):
         _refuse(run, f"{name} evaluates the loss several times per step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
+        _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave out differentiable")
     if cycles_momentum(run) and scope_of(run.trainer.compile) == "graphs":
         _refuse(run, "a scheduler changes momentum, which is constant in a CUDA graph", "Pass cycle_momentum=False")
     if step_hooks(optimizer):
-        _refuse(run, f"{name} has step hooks", "Move what they do to on_train_batch_end")
+        _refuse(
+            run,
+            f"{name} has step hooks, which would have to run in the middle of the graph",
+            "Move their work to on_train_batch_end",
+        )
     own = vars(optimizer).get("step")
     if own is not None and not is_of_scheduler(own):
         _refuse(run, f"the step method of this {name} was replaced", "Override step in a subclass")
     if overridden(optimizer, "zero_grad", Optimizer) is not None:
-        _refuse(run, f"{name}.zero_grad is not part of the graph", "Leave it out")
+        _refuse(run, f"{name}.zero_grad would have to run in the middle of the graph", "Leave it out")
 
 
 def cycles_momentum(run: Run) -> bool:

@@ -149,9 +149,9 @@ class DataSource:
         elif len(set(found)) > 1:
             self.num_training_batches = min(found)
             messages.warn(
-                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches. Each rank uses {min(found)} "
-                "per epoch and skips the rest. Give every rank the same number of batches, or let "
-                "Trainer(use_distributed_sampler=True) do the sharding."
+                f"The number of batches in the train_dataloader differs between ranks ({', '.join(map(str, found))}). "
+                f"Each rank uses {min(found)} per epoch and skips the rest. Give every rank the same number of "
+                "batches, or let Trainer(use_distributed_sampler=True) do the sharding."
             )
 
     def batch_agreement(self) -> Callable[[bool], bool] | None:
@@ -175,9 +175,9 @@ class DataSource:
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer: val_check_interval={interval} is more than the {batches} training batches of an epoch, "
-                    "so validation would never run. Lower val_check_interval, or set check_val_every_n_epoch=None to "
-                    "count across epochs."
+                    f"Trainer: val_check_interval={interval} exceeds the number of training batches per epoch "
+                    f"({batches}), so validation would never run. Lower val_check_interval, or set "
+                    "check_val_every_n_epoch=None to count across epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
@@ -201,11 +201,13 @@ class DataSource:
         owner = type(run.trainer.training_module).__name__
         if loader and not step:
             messages.warn_once(
-                f"A val_dataloader was given, but {owner} has no validation_step, so validation is skipped."
+                f"{owner} has a val_dataloader but no validation_step, so validation is skipped. Define "
+                "validation_step(self, batch, batch_idx), or leave out the loader."
             )
         if step and not loader and run.state.fn == "fit":
             messages.warn_once(
-                f"{owner} defines validation_step, but no val_dataloader was given, so validation is skipped."
+                f"{owner} has a validation_step but no val_dataloader, so validation is skipped. Pass val_dataloaders "
+                "to fit, or define val_dataloader()."
             )
         return loader and step
 
@@ -255,7 +257,7 @@ class DataSource:
         return state.epoch + trainer.reload_dataloaders_every_n_epochs
 
     def shown(self, stage: str) -> Any:
-        """Return a stage's loaders, in the structure in which they were given; None before they are created."""
+        """Return a stage's loaders, in the structure that the user passed; None before they are created."""
         if stage == "train":
             loader = self.train_loader
             return loader.iterables if isinstance(loader, CombinedLoader) else loader
@@ -314,6 +316,6 @@ class DataSource:
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:
-        """Return True if batches are fetched one ahead, to overlap copies to a device or to detect the last batch."""
+        """Return True if one batch is fetched ahead, to overlap copies to a device or to detect the last batch."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
         return kind_of(self.run.strategy.device).overlaps_copies() or unknown

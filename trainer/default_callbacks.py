@@ -54,8 +54,8 @@ def _folder_of_logs(root: str) -> str:
     if not storage.is_remote(root):
         return root
     messages.info_once(
-        f"Checkpoints go to {root}. Logs are written locally, to the working directory {os.getcwd()}. Pass a logger "
-        "to choose another place, or logger=False for no logs."
+        f"Checkpoints are written to {root}, but logs are written to the working directory {os.getcwd()}. Pass a "
+        "logger to choose another folder, or logger=False to turn logging off."
     )
     return os.getcwd()
 
@@ -95,7 +95,7 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
         timer = Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds)
         if any(callback.state_key == timer.state_key for callback in found):
             raise ValueError(
-                f"Trainer(max_time={max_time!r}) contradicts the Timer among its callbacks. Leave one of them out."
+                f"Trainer(max_time={max_time!r}) contradicts the Timer among its callbacks. Leave out one of them."
             )
         found.append(timer)
     elif grace_seconds:
@@ -154,7 +154,7 @@ def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
         if asked is not None and (off or trainer.barebones):
             flag = f"{name}=False" if off else "barebones=True"
             raise ValueError(
-                f"Trainer({flag}) contradicts the {type(asked).__name__} among its callbacks. Leave one of them out."
+                f"Trainer({flag}) contradicts the {type(asked).__name__} among its callbacks. Leave out one of them."
             )
 
 
@@ -190,7 +190,7 @@ def check_state_keys(callbacks: list[Callback]) -> None:
         name = type(callback).__name__
         if any(callback is other for other in callbacks[:place]):
             raise ValueError(
-                f"The callbacks contain the same {name} twice, so it would do everything twice. Remove one of them."
+                f"The callbacks contain the same {name} twice, so all its hooks would run twice. Remove one of them."
             )
         key = callback.state_key
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):

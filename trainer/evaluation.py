@@ -192,8 +192,8 @@ class EvalLoop:
         if run.strategy.world_size > 1:
             raise ValueError(
                 f"{name}(dataloader_iter) does not work with {run.strategy.world_size} processes, because a step that "
-                "fetches its own batches cannot leave out batches that are only padding. Use "
-                f"{name}(batch, batch_idx), or a single process."
+                f"fetches its own batches cannot skip padding batches. Use {name}(batch, batch_idx), or a single "
+                "process."
             )
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_BATCH, dataloader_idx)
         known = run.source.length(loader)
@@ -231,8 +231,8 @@ class EvalLoop:
         """Raise if a loader that knows its length yielded a different number of batches."""
         if seen != limit and known != float("inf"):
             raise RuntimeError(
-                f"The {self.word} dataloader has a length of {known} batches, but yielded {seen} where "
-                f"{limit} were expected. Correct __len__, or remove it."
+                f"The {self.word} dataloader has length {known}, but yielded {seen} instead of {limit} batches. "
+                "Correct __len__, or remove it."
             )
 
     def may_stop(self, known: float) -> bool:
@@ -282,7 +282,7 @@ class EvalLoop:
         return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
 
     def check_hooks(self, several: bool) -> None:
-        """Raise for batch hooks that do not fit ``dataloader_idx``, which is passed if there are several loaders."""
+        """Raise for batch hooks that do not accept the loop's arguments, with ``dataloader_idx`` if ``several``."""
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):

@@ -28,9 +28,9 @@ class HookTable:
     """The callables of each hook in call order, with ``trainer`` and the module already bound.
 
     ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module. At the
-    end of a batch or a validation, callbacks with ``runs_last`` come after it, to save the changes that its hook makes.
-    ``on_train_epoch_end_monitors`` holds the hooks of callbacks that monitor metrics, and ``on_train_epoch_end`` holds
-    all others.
+    end of a batch or a validation, callbacks with ``runs_last`` come after the module, so that they save the changes
+    that its hook makes. ``on_train_epoch_end_monitors`` holds the hooks of callbacks that monitor metrics, and
+    ``on_train_epoch_end`` holds all others.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def own_methods(owner: Any, base: type) -> list[str]:
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """Return the hook whose misspelling or old name ``name`` is; None if ``name`` is the user's own method."""
+    """Return the hook that ``name`` misspells, or its new name if it was renamed; None for a user's own method."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")

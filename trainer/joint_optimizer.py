@@ -39,7 +39,7 @@ class JointOptimizer(Optimizer):
         return MappingProxyType({p: state for optimizer in self.optimizers for p, state in optimizer.state.items()})
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
-        """Run the closure once, then step every optimizer. Returns the closure's result."""
+        """Run the closure once, then step every optimizer; return the closure's result."""
         loss = None if closure is None else closure()
         for optimizer in self.optimizers:
             optimizer.step(**arguments)
@@ -52,7 +52,7 @@ class JointOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"JointOptimizer has no {name!r}: it stands for several optimizers that are stepped together. Use the "
+            f"JointOptimizer has no {name!r}: it combines several optimizers that are stepped together. Use the "
             "optimizers in its .optimizers attribute."
         )
 

@@ -1,4 +1,4 @@
-"""Dicts of logged values, whose error for a missing value says when it will be available."""
+"""Dicts of logged values. The error for a missing name says when its value will be available."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _why(store: MetricStore, held_back: Callable[[str, Record, str], str], there
             return f"{name!r} is {reason}. {listed}"
         if record.on_epoch and (name == record.epoch_key or not record.on_step):
             return (
-                f"{name!r} is logged with on_epoch=True, on_step={record.on_step}: it appears at the end of "
+                f"{name!r} is logged with on_epoch=True, on_step={record.on_step}, so it appears at the end of "
                 f"{_ENDS.get(stage, 'the epoch')}. {listed}"
             )
         return f"{name!r} has not been logged in this epoch yet. {listed}"

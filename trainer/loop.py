@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,10 +51,10 @@ class FitLoop:
         losses: reads the loss from what ``training_step`` returned.
         manual_step_check: raises if the user's code steps an optimizer that the trainer steps too.
         forward: ``training_step`` as the strategy runs it, called with ``(batch, batch_idx)``.
-        whole: compiles forward, backward and update as one graph; None unless ``Trainer(compile=...)`` asks for that.
-        schedules: the learning rate schedulers, by the moment at which they advance.
+        whole: compiles forward, backward and update as one graph; None unless ``Trainer(compile=...)`` requests it.
+        schedules: the learning rate schedulers, grouped by when they advance.
         max_steps: the number of optimizer steps at which training ends; inf means no limit.
-        log_every: the number of optimizer steps from one transfer of logged values to the loggers to the next.
+        log_every: the number of optimizer steps between two transfers of logged values to the loggers.
         at_epoch_start: the host's RNG states when the first batch of the current epoch was requested.
     """
 
@@ -117,7 +118,7 @@ class FitLoop:
     def pending_work(self) -> Pending:
         """Return the work that was pending when the checkpoint was written; it is done even if a limit is reached.
 
-        If there is more to train now, a pending end of training or of an incomplete epoch is dropped.
+        If there is more to train now, work pending for the end of training or of an incomplete epoch is dropped.
         """
         state = self.state
         cut_short = state.pending is EPOCH_VALUES and not state.epoch_done
@@ -146,14 +147,14 @@ class FitLoop:
         A batch goes through the ``on_train_batch_start`` hooks; the step, which runs forward and backward and, on the
         last micro-batch of an accumulation window, the optimizer; the learning rate schedulers; the
         ``on_train_batch_end`` hooks; and :meth:`after_hooks`. A checkpoint can be saved anywhere in between, so
-        ``state.pending`` always names the work that a run resumed from it does first.
+        ``state.pending`` always names the work that a run resumed from that checkpoint does first.
         """
-        run, state, hooks, metrics, stops = self.run, self.state, self.hooks, self.metrics, self.stops
+        run, state, metrics, stops = self.run, self.state, self.metrics, self.stops
         self.start_epoch()
         self.plan_epoch()
         step, batches = self.step(), self.batches(start_batch)
         run_step = self.profiler.around("run_training_batch", step)  # `step` itself if nothing is profiled
-        batch_starts, batch_ends = hooks.on_train_batch_start, hooks.on_train_batch_end  # tuples of bound methods
+        batch_starts, batch_ends = self.batch_hooks()  # tuples of bound methods
         num_batches = run.source.num_training_batches  # inf if the loader has no length
         schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
         every_batch = self.validation.every is not None or bool(schedules.step_plateaus)
@@ -222,7 +223,7 @@ class FitLoop:
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
 
     def start_epoch(self) -> None:
-        """Call the hooks of the epoch's start, before its first batch is fetched."""
+        """Call the epoch-start hooks before the epoch's first batch is fetched."""
         self.manual_step_check.unwatch()  # until the epoch's step is created
         self.run.source.reload_if_due()  # reload_dataloaders_every_n_epochs
         self.metrics.enter(phases.ON_TRAIN_EPOCH_START)  # tells self.log where it is called from
@@ -237,6 +238,18 @@ class FitLoop:
         self.max_steps = limit(run.trainer.max_steps)
         self.log_every = run.trainer.log_every_n_steps
         self.validation.plan_epoch()
+
+    def batch_hooks(self) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
+        """Return the hooks at a batch's start and end.
+
+        If the step fetches its batches itself, the hooks get the batch that was fetched last, at first None, and its
+        index.
+        """
+        starts, ends = self.hooks.on_train_batch_start, self.hooks.on_train_batch_end
+        if self.takes_iterator:
+            starts = tuple(partial(_with_last_batch, hook) for hook in starts)
+            ends = tuple(partial(_with_last_batch_and_outputs, hook) for hook in ends)
+        return starts, ends
 
     def step(self) -> ManualStep:
         """Create the epoch's step, because callbacks may have changed the optimizers or the accumulation."""
@@ -278,7 +291,8 @@ class FitLoop:
     def start_fetching(self, batches: Any, start_batch: int) -> Iterator[Any]:
         """Return the batch iterator; the first batch may be fetched already.
 
-        When the fit resumes, this restores the saved run's state and finishes the batch after which it was saved.
+        When the fit resumes, this restores the saved run's state and finishes the batch after which the checkpoint was
+        saved.
         """
         resumed = self.resumed if start_batch > 0 else None
         if resumed is not None:
@@ -307,7 +321,7 @@ class FitLoop:
         }
 
     def after_hooks(self, reason: Reason, outputs: Any = None) -> Reason:
-        """Do the work after a batch's last hooks where it is due: logging, validation, plateau schedulers.
+        """Do the work that is due after a batch's last hooks: logging, validation and plateau schedulers.
 
         After a resume, do only the work that the saved run had not done yet.
 
@@ -341,7 +355,7 @@ class FitLoop:
         self.finish_batch()
 
     def finish_epoch(self) -> None:
-        """After resuming from a checkpoint that was written in ``on_train_epoch_end``, finish that epoch."""
+        """Finish the epoch after resuming from a checkpoint that was written in ``on_train_epoch_end``."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
@@ -349,7 +363,7 @@ class FitLoop:
         self.close_epoch(complete=self.state.epoch_done)
 
     def end_epoch(self, complete: bool, outputs: Any) -> None:
-        """Do the end-of-epoch work. An epoch that is not ``complete`` is continued by a later fit."""
+        """Do the end-of-epoch work. A later fit continues an epoch that is not ``complete``."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done, state.pending = complete, EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
@@ -396,14 +410,15 @@ class FitLoop:
         asleep = sum(not module.training for module in run.module.modules())
         if asleep:
             messages.warn_once(
-                f"{asleep} submodules of {type(run.module).__name__} are in eval mode at the start of the fit and "
-                "will stay in eval mode. Call module.train() before fit, unless they are meant to be frozen."
+                f"{type(run.module).__name__} starts the fit with {asleep} submodule{'s' * (asleep != 1)} in eval "
+                "mode, and the fit does not change that. Call module.train() before fit, unless eval mode is intended."
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
             messages.info_once(
-                f"This fit runs {updates} optimizer steps, so with log_every_n_steps={run.trainer.log_every_n_steps} "
-                "no step metrics reach the loggers. Lower log_every_n_steps to see them."
+                f"This fit runs {updates} optimizer step{'s' * (updates != 1)}, so with "
+                f"log_every_n_steps={run.trainer.log_every_n_steps} no step metrics reach the loggers. Lower "
+                "log_every_n_steps to see them."
             )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
@@ -435,7 +450,7 @@ class FitLoop:
         advice = f" Raise {' and '.join(reached)} to continue." if reached else ""
         messages.info_once(
             f"Nothing to train: the run has completed {epochs} epoch{'s' * (epochs != 1)} and {state.global_step} "
-            f"steps, and the limits are max_epochs={run.trainer.max_epochs} and "
+            f"step{'s' * (state.global_step != 1)}, and the limits are max_epochs={run.trainer.max_epochs} and "
             f"max_steps={run.trainer.max_steps}.{advice}",
             key="nothing to train",
         )
@@ -448,7 +463,8 @@ class FitLoop:
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
                 f"Rank {self.run.strategy.global_rank} had batches left when another rank's train_dataloader ended "
-                f"after {seen} batches in epoch {self.state.epoch}. They are skipped so that no rank waits."
+                f"after {seen} batch{'es' * (seen != 1)} in epoch {self.state.epoch}. These batches are skipped, so "
+                "that no rank waits."
             )
         if seen == 0:
             self.refuse_empty(
@@ -466,12 +482,21 @@ class FitLoop:
     def wrong_length(self, seen: str) -> str:
         """Return the error for a loader that yields more or fewer batches than its length."""
         return (
-            f"The train_dataloader has a length of {self.run.source.num_training_batches} batches, but yielded {seen} "
-            f"in epoch {self.state.epoch}. Windows, validation and schedules are planned from the length, so correct "
-            "__len__, or remove it so that Paceline looks one batch ahead instead."
+            f"The train_dataloader has length {self.run.source.num_training_batches}, but yielded {seen} "
+            f"batch{'es' * (seen != 'only 1')} in epoch {self.state.epoch}. Accumulation windows, validation and "
+            "schedules rely on the length, so correct __len__, or remove it so that Paceline looks one batch ahead "
+            "instead."
         )
 
 
 def limit(value: int | None) -> float:
     """Return a limit as a number to compare with; -1 and None (no limit) become inf."""
     return float("inf") if value in (-1, None) else float(value)  # type: ignore[arg-type]
+
+
+def _with_last_batch(hook: Callable[..., Any], batches: StepIterator, batch_idx: int) -> Any:
+    return hook(*batches.last[:2])
+
+
+def _with_last_batch_and_outputs(hook: Callable[..., Any], outputs: Any, batches: StepIterator, batch_idx: int) -> Any:
+    return hook(outputs, *batches.last[:2])

@@ -40,7 +40,7 @@ class Schedules:
             self.advance(self.epoch, state.epoch + 1)
 
     def advance(self, configs: list[SchedulerConfig], count: int) -> None:
-        """Step each scheduler whose frequency divides ``count``; plateau schedulers get their monitored value."""
+        """Step each scheduler whose frequency divides ``count``; plateau schedulers get the value that they monitor."""
         run, metrics = self.run, self.run.metrics
         if self.own:
             metrics.enter(phases.LR_SCHEDULER_STEP)

@@ -1,4 +1,4 @@
-"""Raise if the user's code steps the optimizer or runs backward although the trainer does."""
+"""Raise if the user's code steps the optimizer or runs backward although the trainer does so itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stepped(module: Any) -> RuntimeError:
     return RuntimeError(
         f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To do "
         f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
-        "self.manual_backward(loss). Or only return the loss, and leave backward(), step() and zero_grad() to the "
+        "self.manual_backward(loss). Or just return the loss and leave backward(), step() and zero_grad() to the "
         "trainer."
     )
 
@@ -33,15 +33,15 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
         return None
     owner = type(module).__name__
     by_hand = (
-        f"{owner}.training_step ran backward itself, but the trainer runs it too, on the returned loss. To do "
-        f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
-        "self.manual_backward(loss) and self.optimizers().step(). Or leave loss.backward() out."
+        f"{owner}.training_step ran backward itself, but the trainer runs it too, on the returned loss. To do it by "
+        f"hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
+        "self.manual_backward(loss) and self.optimizers().step(). Or leave out loss.backward()."
     )
     if first_batch:
         return RuntimeError(by_hand)
     return RuntimeError(
-        f"The loss of {owner}.training_step depends on a tensor from an earlier batch, whose graph was freed. Detach "
-        f"the tensors that you keep between batches (self.hidden = hidden.detach()). Or {by_hand}"
+        f"Backward failed, because part of the loss's graph was already freed. If {owner}.training_step keeps tensors "
+        f"between batches, detach them (self.hidden = hidden.detach()). Otherwise, {by_hand}"
     )
 
 

@@ -106,7 +106,7 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: RecordOptions) -> bool:
-        """Return True if these options match restored ones; compares reductions by name, ignores the process group."""
+        """Return True if these options match restored ones; reductions are compared by name, process groups are not."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
@@ -158,7 +158,8 @@ class Table(dict[str, Record]):
 class Group:
     """The records of one ``self.log_dict`` call, kept so that later calls do not look them up by name.
 
-    A call with other ``arguments`` creates another group. ``collection``: a ``MetricCollection``, or None for a dict.
+    A call with different ``arguments`` creates another group. ``collection``: a ``MetricCollection``, or None for a
+    dict.
     """
 
     __slots__ = ("arguments", "collection", "records")
@@ -377,7 +378,7 @@ def make_record(
             f"self.log got {name!r} ({type(name).__name__}) as the name. Pass a string first, then the value."
         )
     if "/dataloader_idx_" in name:
-        raise ValueError(f"self.log({name!r}): '/dataloader_idx_' is added by the trainer. Choose a name without it.")
+        raise ValueError(f"self.log({name!r}): the trainer adds '/dataloader_idx_' itself. Choose a name without it.")
     on_step, on_epoch = _cadence(name, options, moment, hook)
     suffix = ""
     if dataloader_idx is not None and options.add_dataloader_idx:
@@ -417,7 +418,7 @@ def _cadence(name: str, options: RecordOptions, moment: Moment, hook: str) -> tu
 
 
 def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
-    """Return a reduction's name, which may be given in any case; raise for an unknown one."""
+    """Return a reduction's name in lowercase; raise if the name is unknown."""
     functions = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max"}
     functions |= {min: "min", max: "max", sum: "sum"}
     found = functions.get(reduce_fx, reduce_fx) if callable(reduce_fx) else str(reduce_fx).lower()

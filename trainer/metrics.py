@@ -168,8 +168,8 @@ class MetricStore:
             size = 1
         elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
             messages.warn_once(
-                f"The batch holds tensors with different first dimensions ({', '.join(map(str, sizes))}); {size} was "
-                f"used as the batch size for the epoch mean of {name!r}. To set the batch size, pass "
+                f"The batch contains tensors with different first dimensions ({', '.join(map(str, sizes))}); {size} "
+                f"was used as the batch size for the epoch mean of {name!r}. To set the batch size, pass "
                 f"self.log({name!r}, ..., batch_size=...)."
             )
         self._sized = (batch, size)
@@ -306,7 +306,7 @@ class MetricStore:
         self.flush_step(step, self.epoch_of_eval_step())
 
     def epoch_of_eval_step(self) -> int | None:
-        """Return the epoch that loggers get with the step values of an evaluation."""
+        """Return the epoch that loggers receive with the step values of an evaluation."""
         return self.state.epoch
 
     def drain(self, wait: bool = True) -> None:
@@ -368,7 +368,7 @@ class MetricStore:
             )
 
     def finish_epoch(self) -> list[Result]:
-        """Compute the stage's epoch values and reset the records. Returns a (loader, record, value) for each value."""
+        """Compute the stage's epoch values and reset the records; return a list of (loader, record, value) tuples."""
         self._share()
         self.progress_bar_metrics()  # the bar's last chance to read step values, which are reset next
         results: list[Result] = []
@@ -432,12 +432,12 @@ class MetricStore:
                 yield from ((moment, idx, name, record) for name, record in table.items() if record.seen)
 
     def resume(self, stage: str, moment: Moment, idx: int | None, name: str, record: Record) -> None:
-        """Restore a record that :meth:`running` returned in an earlier run."""
+        """Restore a record that :meth:`running` yielded in an earlier run."""
         record.resumed = True
         self._tables.setdefault((stage, moment.name, idx), Table())[name] = record
 
     def weigher(self, moment: Moment) -> Callable[[str], int]:
-        """Return the function that computes how a value logged at this point in the run is weighted in a mean."""
+        """Return the function that computes a value's weight in a mean, for values logged at this point in the run."""
         return self._weight if moment.step_allowed else _alike
 
     def state_dict(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class ModuleHooks:
         """Called before each training batch; returning -1 skips the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int) -> None:
-        """Called after each training batch and its update, after the callbacks' and before ``ModelCheckpoint`` saves.
+        """Called after each training batch, its update and the callbacks' hooks, before ``ModelCheckpoint`` saves.
 
         ``outputs["loss"]`` is a detached scalar of shape ().
         """

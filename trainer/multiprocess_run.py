@@ -247,7 +247,7 @@ def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
 
 
 def _numbered(what: str, objects: list[Any]) -> dict[str, Any]:
-    """Name objects by class and number within the class; positions in the list change if the run adds objects."""
+    """Name objects by class and number within the class, because list positions change if the run adds objects."""
     seen: Counter[str] = Counter()
     found = {}
     for one in objects:
@@ -275,7 +275,7 @@ def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = Non
 
 
 class _Writer(pickle.Pickler):
-    """Pickles an object that exists in both processes as its name, and tensors as CPU tensors without their graph."""
+    """Pickles objects that exist in both processes by name, and tensors as CPU tensors without their graph."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)

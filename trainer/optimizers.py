@@ -67,7 +67,7 @@ class ManagedOptimizer:
         self.expected = False
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Run one optimizer step. Returns False if fp16 found an overflow and left the weights unchanged.
+        """Run one optimizer step; return False if fp16 found an overflow and left the weights unchanged.
 
         Args:
             closure: for optimizers that evaluate the loss themselves.
@@ -181,7 +181,7 @@ class ManagedOptimizer:
 
 @contextmanager
 def _passing(optimizer: Optimizer, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that adds arguments to the calls of ``optimizer.step`` by the strategy and the precision."""
+    """Context manager that adds arguments to the ``optimizer.step`` calls that the strategy and the precision make."""
     step = vars(optimizer).get("step")
     optimizer.step = partial(optimizer.step, **arguments)  # type: ignore[method-assign]
     try:
@@ -216,8 +216,8 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
         of = getattr(config.scheduler, "optimizer", None)
         if of is not None and not any(of is optimizer for optimizer in optimizers):
             raise ValueError(
-                f"{owner} returned a {type(config.scheduler).__name__} for an optimizer that it did not return, so "
-                "the learning rate in use would never change. Create the scheduler for the returned optimizer."
+                f"{owner} returned {messages.a(config.scheduler)} for an optimizer that it did not return, so the "
+                "learning rate in use would never change. Create the scheduler for the returned optimizer."
             )
     return optimizers, configs
 
@@ -241,7 +241,7 @@ def _is_list(value: Any) -> bool:
 def _optimizers(given: Sequence[Any], owner: str) -> list[Optimizer]:
     for one in given:
         if not isinstance(one, Optimizer):
-            raise TypeError(f"{owner} returned {type(one).__name__} where an optimizer was expected. Return {FORMS}.")
+            raise TypeError(f"{owner} returned {messages.a(one)} where an optimizer was expected. Return {FORMS}.")
     return list(given)
 
 
@@ -275,7 +275,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     scheduler = settings.get("scheduler")
     if automatic and not callable(getattr(scheduler, "step", None)):
         raise TypeError(
-            f"{owner} returned {type(scheduler).__name__} as a scheduler, but it has no step(). Return a "
+            f"{owner} returned {messages.a(scheduler)} as a scheduler, but it has no step(). Return a "
             "torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
         )
     unused = [key for key in settings if key not in ("scheduler", "name")]

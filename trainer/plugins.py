@@ -17,7 +17,7 @@ Plugin = Precision | CheckpointIO | ClusterEnvironment | LayerSync
 
 @dataclass
 class Plugins:
-    """The given plugins, by the part that they replace.
+    """The plugins of a Trainer, by the part that they replace.
 
     Attributes:
         precision: the Precision, or None.

@@ -81,8 +81,8 @@ def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     if not state.step_failed:
         messages.info_once(
             f"{type(run.strategy).__name__} cannot save gradients that are still waiting for an optimizer step, so "
-            "resuming from a checkpoint saved inside an accumulation window repeats that window's "
-            f"{state.window} micro-batches. Save right after an update, as ModelCheckpoint(every_n_train_steps=) does."
+            "resuming from a checkpoint saved inside an accumulation window trains on that window's micro-batches "
+            f"again ({state.window} so far). Save right after an update, as ModelCheckpoint(every_n_train_steps=) does."
         )
     return without_window(counters)
 
@@ -134,7 +134,7 @@ class Resumed:
         if counters["window"] and not (self._has_window() and counters["accumulate"] == accumulate):
             waiting = counters["batches"] - counters["settled"]
             counters = without_window(counters)
-            self.derived.append(f"the accumulation window, which starts over ({waiting} batches are trained on again)")
+            self.derived.append(f"the accumulation window, which starts over (batches trained on again: {waiting})")
         return counters
 
     def find_batch(self) -> None:

@@ -142,6 +142,12 @@ class Run:
         found = loggers[0].log_dir if loggers else self.trainer.default_root_dir
         return None if found is None else os.fspath(found)
 
+    def send_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Send numbers to all loggers, at ``step`` on the x axis; does nothing on ranks other than 0."""
+        if self.strategy.is_global_zero:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics=metrics, step=step)
+
     def count_save(self) -> int:
         """Count a new save and return its number, one more than the latest in this run or its checkpoint folders."""
         self.saves += 1
@@ -294,6 +300,6 @@ def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
             if not hidden and first is None:
                 first = error
                 continue
-            messages.warn(f"While the run was ending, it also raised {type(error).__name__}: {error}")
+            messages.warn(f"While ending, the run also raised {type(error).__name__}: {error}")
     if first is not None:
         raise first

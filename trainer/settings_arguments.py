@@ -99,12 +99,12 @@ def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[st
 def with_origins(
     given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Return the final arguments, and a table with their origins and all settings that were given.
+    """Return the final arguments, and a table of their origins that also lists every setting in use.
 
     Args:
         given: the arguments by name; arguments left out are taken from launch flags, variables or the settings file.
         defaults: the Trainer's defaults. An argument with its default value counts as left out.
-        variables: names of the variables ``PL_TRAINER_<ARGUMENT>`` that gave a value, by argument.
+        variables: names of the variables ``PL_TRAINER_<ARGUMENT>`` that set a value, by argument.
     """
     variables, read = variables or {}, given
     given = {**read, **{name: (defaults or {})[name] for name in variables}}

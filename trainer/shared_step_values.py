@@ -1,8 +1,8 @@
 """Step values that all processes share: ``self.log(..., on_step=True, sync_dist=True)``.
 
-The processes meet at two fixed points in every batch: after the step (before the end-of-batch hooks), and after those
-hooks, for the values that the hooks logged. At the first batch, they agree on whether to meet at a point at all, so
-that a run without such values pays nothing after that.
+The processes reduce values at two fixed points in every batch: after the step (before the end-of-batch hooks), and
+after those hooks, for the values that the hooks logged. At the first batch, they agree on whether a point is needed at
+all, so a run without such values has no cost after that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HEADER = 7
 
 
 class Sharing:
-    """A point (``where``) in each batch of a loader at which processes share values; never if not ``used``.
+    """A point (``where``) in each batch of a loader at which processes share values if ``used`` is True.
 
     Attributes:
-        active: True if the processes meet here, or have not agreed yet whether they do.
-        muted: whether this process contributes no values to the next meeting, because its batch is only padding.
-        pending: the records updated since the last meeting, by key.
+        active: True if the processes share values here, or have not yet agreed whether to do so.
+        muted: whether this process contributes no values to the next reduction, because its batch is only padding.
+        pending: the records updated since the last reduction, by key.
     """
 
     def __init__(self, strategy: Strategy, where: str, used: bool) -> None:
@@ -68,7 +68,7 @@ class Sharing:
         record.update = update
 
     def share(self, counts: bool = True) -> None:
-        """Reduce the values logged since the last meeting; every process must call this after each of its batches.
+        """Reduce the values logged since the last reduction; every process must call this after each of its batches.
 
         This process's values are included if ``counts`` is True and it is not ``muted``. Raises ValueError if the
         processes logged different names.
@@ -84,7 +84,7 @@ class Sharing:
         self.pending.clear()
 
     def idle(self, groups: list[str] | None) -> list[str]:
-        """Join a meeting without a batch. Return those of ``groups`` (all if None) in which any process had values."""
+        """Join a reduction without a batch; return the ``groups`` (by default, all) in which any process had values."""
         self.pending.clear()
         if not self.active or not self._settled():
             return []
@@ -92,9 +92,9 @@ class Sharing:
         return [name for name in groups if self._reduce(self._groups[name], {}, False)]
 
     def _settled(self) -> bool:
-        """Return True if the processes meet here.
+        """Return True if the processes share values here.
 
-        They decide this at the first batch. To start meeting later, all of them must start in the same batch.
+        They decide this at the first batch. If they start later, all of them must start in the same batch.
         """
         if not self._agreed:
             self._agreed = True
@@ -109,7 +109,7 @@ class Sharing:
         return self.active
 
     def _reduce(self, group: Any, records: dict[str, Record], counts: bool) -> bool:
-        """Reduce records across a group and store the results in them. Returns whether any process had values."""
+        """Reduce records across a group and store the results in them; return whether any process had values."""
         strategy, device = self.strategy, self.strategy.device
         sums = [r for r in records.values() if _op(r) in ("mean", "sum")]
         extremes = [r for r in records.values() if _op(r) in ("min", "max")]

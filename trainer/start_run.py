@@ -49,7 +49,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 
 def attach(run: Run, request: Request) -> Resumed | None:
-    """Prepare a run, in the order shown in ``callbacks/base.py``. Returns the state to resume from, or None."""
+    """Prepare a run, in the order shown in ``callbacks/base.py``; return the state to resume from, or None."""
     run.child_data = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)
@@ -93,6 +93,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
         if checkpoint is not None:
             restore_model(run, checkpoint, ("model",))
         run.strategy.settle_weights(module)
+        connect_precision(run)
     module.zero_grad()
     run.trainer.profiler.attach(run.trainer)
     return resumed
@@ -135,12 +136,15 @@ def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...
 
 
 def settle_max_epochs(trainer: Trainer) -> None:
-    """Set a ``max_epochs`` that was not given: 1000, or -1 (no limit) if something else limits the training."""
+    """Choose ``max_epochs`` if it is None: 1000, or -1 (no limit) if something else limits the training."""
     if trainer.max_epochs is not None:
         return
     timed = any(callback.limits_training for callback in trainer.callbacks)
     if trainer.max_steps == -1 and not timed:
-        messages.warn_once("No max_epochs, max_steps or max_time was given, so training stops after 1000 epochs.")
+        messages.warn_once(
+            "None of max_epochs, max_steps and max_time is set, so training stops after 1000 epochs. Set one of them, "
+            "or max_epochs=-1 for no limit."
+        )
     trainer.max_epochs = -1 if trainer.max_steps != -1 or timed else 1000
 
 
@@ -214,7 +218,7 @@ def connect(run: Run, request: Request, module: TrainingModule) -> None:
 
 
 def attach_parts(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
-    """Attach the module, data and callbacks to the trainer. Returns the loaders, without a DataModule among them."""
+    """Attach the module, data and callbacks to the trainer; return the loaders, without the DataModule."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
     for stage, given in loaders.items():
@@ -232,7 +236,7 @@ def attach_parts(run: Run, request: Request, module: TrainingModule) -> dict[str
     run.module = run.model = module
     run.datamodule = datamodule
     run.source = DataSource(run, loaders)
-    send = None if run.trainer.barebones else run.trainer._send
+    send = None if run.trainer.barebones else run.send_metrics
     run.metrics = MetricStore(run.state, run.strategy, send)
     module.trainer = run.trainer
     if datamodule is not None:
@@ -404,7 +408,7 @@ def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
 
 
 def search_folders(run: Run) -> SearchFolders:
-    """Return the folders in which the run's checkpoints, and those of earlier runs, may be."""
+    """Return the folders that may contain checkpoints of this run or of earlier runs."""
     root, loggers = run.trainer.default_root_dir, run.trainer.loggers
     savers = [(c.dirpath, c.filename) for c in run.trainer.callbacks if isinstance(c, Checkpoint)]
     return SearchFolders.of(savers, loggers[0].run_dirs() if loggers and not is_remote(root) else [root])
@@ -430,9 +434,9 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
     apart = objects.names(objects.types(checkpoint)) if request.weights_only is not False else []
     if apart:
         messages.info(
-            f"{messages.path(path)} also contains {messages.names(apart, last='and')} as objects. They were not "
-            f"loaded, because loading them can run code that the file specifies. {request.fn}(weights_only=False) "
-            "loads them."
+            f"{messages.path(path)} also contains objects ({messages.names(apart, last='and')}), which were not "
+            "loaded, because loading them can run code that the file specifies. To load them, call "
+            f"{request.fn}(weights_only=False)."
         )
     if request.fn == "fit":
         facts = checkpoint.get("paceline", {}).get("manifest", {})
@@ -452,6 +456,23 @@ def setup_optimizers(run: Run) -> None:
             "network to an attribute."
         )
     run.optimizers = run.strategy.setup_optimizers(optimizers)
+    connect_precision(run)
+
+
+def connect_precision(run: Run) -> None:
+    """Call the ``connect`` of the user's own Precision, which may replace the optimizers and the schedulers."""
+    precision = run.strategy.precision
+    if "connect" not in precision.overrides:
+        return
+    given = run.model
+    run.model, optimizers, configs = precision.connect(given, list(run.optimizers), list(run.lr_scheduler_configs))
+    if run.model is not given:
+        run.model = given
+        raise TypeError(
+            f"{type(precision).__name__}.connect returned another module than it got ({type(given).__name__}). Change "
+            "the module in place, or override convert_module."
+        )
+    run.optimizers, run.lr_scheduler_configs = list(optimizers), list(configs)
 
 
 def log_hyperparameters(run: Run) -> None:

@@ -44,8 +44,8 @@ class RunState:
         is_last_batch: whether the current batch is the last of its epoch.
         epoch_done: whether the epoch's last batch has been trained on (true inside ``on_train_epoch_end``).
         shuffle_seed: the seed that, together with the epoch, determines the shuffling.
-        signum: the signal that asked the run to end at the next step boundary, or 0.
-        should_stop: whether training was asked to stop (takes effect after ``min_epochs`` and ``min_steps``).
+        signum: the signal that ends the run at the next step boundary, or 0.
+        should_stop: whether a stop was requested (takes effect after ``min_epochs`` and ``min_steps``).
         stop_requested: whether there may be a reason to stop, in this or another process; if so, the loop checks before
             it continues.
         saving: whether a checkpoint is being written because a signal ends the run.

@@ -17,7 +17,7 @@ from ..processes.stop_agreement import Stop, chosen
 if TYPE_CHECKING:
     from .run import Run
 
-#: Why a run stops at a boundary: "" if it does not, "asked" if it was asked to stop, "signal" if a signal ends it.
+#: Why a run stops at a boundary: "" if it does not, "asked" if a stop was requested, "signal" if a signal ends it.
 Reason = Literal["", "asked", "signal"]
 
 
@@ -84,7 +84,7 @@ class Stops:
             raise interruption(state.signum) from None
 
     def at_end(self) -> None:
-        """At the end of the run, stop all ranks if any of them has received a signal in the meantime."""
+        """Stop all ranks at the end of the run if any of them has received a signal in the meantime."""
         self.signum = chosen(self.run.strategy.gather_objects(self.state.signum))
         if self.signum:
             self.state.signum = self.signum

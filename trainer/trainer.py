@@ -142,7 +142,7 @@ class Trainer:
             ``torch.compile``, with one of these words as ``"scope"``. With None or False, nothing is compiled.
         signals: what each signal does, by name or number, such as ``{"SIGUSR2": "stop"}``. ``"stop"`` finishes the
             step, saves and ends the run; ``"requeue"`` also returns the SLURM job to the queue; None leaves the signal
-            alone. By default, SIGTERM and SIGINT stop the run, and SIGUSR1 requeues a SLURM job.
+            unhandled. By default, SIGTERM and SIGINT stop the run, and SIGUSR1 requeues a SLURM job.
     """
 
     settings_in_force: list[Row]
@@ -266,7 +266,7 @@ class Trainer:
             self.sync_batchnorm, self.layer_sync = True, None
         elif self.layer_sync is not None and self.sync_batchnorm:
             raise ValueError(
-                f"Trainer(sync_batchnorm=True, plugins=[{type(self.layer_sync).__name__}(...)]) asks for two ways to "
+                f"Trainer(sync_batchnorm=True, plugins=[{type(self.layer_sync).__name__}(...)]) sets two ways to "
                 "synchronize layers. Leave out sync_batchnorm, or the plugin."
             )
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
@@ -297,7 +297,7 @@ class Trainer:
         Args:
             model: the module.
             train_dataloaders: a DataLoader, any iterable of batches, a list or dict of those, or a DataModule. If None,
-                ``train_dataloader()`` of the DataModule is called, or that of the module if there is no DataModule.
+                ``train_dataloader()`` of the DataModule or, if there is none, of the module is called.
             val_dataloaders: a validation loader or a list of loaders. If None, ``val_dataloader()`` is called in the
                 same way.
             datamodule: a DataModule to use instead of loaders.
@@ -483,7 +483,7 @@ class Trainer:
         return double
 
     def _begin(self, request: Request) -> Callable[[], Any]:
-        """Return a function that runs the request, in this process or in those that the strategy's launcher creates."""
+        """Return a function that runs the request, in this process or in those that the strategy's launcher starts."""
         check.check_request(self.state.fn, request)
         launcher = self.strategy.launcher
         if launcher is not None:
@@ -529,7 +529,7 @@ class Trainer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training was asked to stop. Set this property to True to stop training after the current batch.
+        """Whether a stop was requested. Set this property to True to stop training after the current batch.
 
         Training continues at least until ``min_epochs`` and ``min_steps``.
         """
@@ -635,7 +635,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The fit's optimizers. A list that is assigned to this property applies from the next epoch."""
+        """The fit's optimizers. A list assigned to this property takes effect in the next epoch."""
         return self.current_run.optimizers
 
     @optimizers.setter
@@ -671,7 +671,7 @@ class Trainer:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the last run loaded, or None. If set, every entry point loads it until it is cleared."""
+        """The checkpoint that the last run loaded, or None. Every entry point loads a path assigned to it."""
         path = self.current_run.ckpt_path
         return None if path is None else str(path)
 
@@ -736,7 +736,7 @@ class Trainer:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process has global rank 0, so that it writes files and messages."""
+        """Whether this process has global rank 0 and therefore writes files and prints messages."""
         return self.strategy.is_global_zero
 
     # ---- data ------------------------------------------------------------------------------------------------------
@@ -878,7 +878,7 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Every value logged so far, as scalar tensors by name. Callbacks monitor these."""
+        """All values logged so far, by name, as scalar tensors. Callbacks monitor these values."""
         return callback_values(self.current_run.metrics)
 
     @property
@@ -902,12 +902,7 @@ class Trainer:
             step: the position on the x axis; the number of updates so far if None.
         """
         at = self.state.x_axis(self.state.updates) if step is None else step
-        self._send({"epoch": self.state.epoch, **metrics}, at)
-
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        if self.is_global_zero:
-            for logger in self.loggers:
-                logger.log_metrics(metrics=metrics, step=step)
+        self.current_run.send_metrics({"epoch": self.state.epoch, **metrics}, at)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above the progress bar if there is one."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """The validations of one fit.
+    """Runs the validations of one fit when they are due.
 
     Attributes:
         every: batches between validations in the current epoch; inf means after its last batch, and None means no
@@ -34,7 +34,7 @@ class Validation:
         self.random: dict[str, Any] | None = None
 
     def comes(self) -> bool:
-        """Return True if a remaining epoch of this fit validates."""
+        """Return True if a remaining epoch of this fit includes a validation."""
         run, state = self.run, self.run.state
         if not run.source.validates() or run.trainer.limit_train_batches == 0:
             return False

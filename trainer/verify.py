@@ -92,7 +92,7 @@ def verify(
     tolerance: float = 1e-6,
     **arguments: Any,
 ) -> VerifyReport:
-    """Train a few steps under each strategy, and after every step compare every parameter with one-process training.
+    """Train a few steps under each strategy, and compare every parameter with one-process training after each step.
 
     Each run starts from the module's current weights and performs ``steps`` updates on the same batches; a strategy
     that splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
@@ -157,7 +157,10 @@ def _run(
         trainer.strategy.start_method = "spawn" if fork_obstacle(trainer.strategy.device.type) else "fork"
     trainer.fit(learner, _ShardedBatches(batches, trainer))
     if isinstance(recorder, _Compared) and len(recorder.errors) < 2:
-        raise RuntimeError(f"{strategy!r} ran no optimizer step on the {len(list(batches))} batches that it was given.")
+        raise RuntimeError(
+            f"{strategy!r} ran no optimizer step, so there is nothing to compare. Check that training_step returns a "
+            "loss and that no argument prevents training."
+        )
 
 
 def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
@@ -212,8 +215,8 @@ def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
     size, rest = divmod(len(tensor), count)
     if rest:
         raise ValueError(
-            f"verify splits every batch across {count} processes, but one batch has {len(tensor)} samples. Choose "
-            f"a batch_size divisible by {count}, and drop_last=True."
+            f"verify splits every batch across {count} processes, but the size of one batch is {len(tensor)}. Choose a "
+            f"batch_size divisible by {count}, and drop_last=True."
         )
     return tensor[rank * size : (rank + 1) * size]
 

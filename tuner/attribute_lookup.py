@@ -80,7 +80,7 @@ def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argumen
     who = " or ".join(type(owner).__name__ for owner in owners if owner is not None)
     there = sorted({str(key) for owner in owners if owner is not None for key in owner.hparams})
     wanted = repr(asked) if asked else messages.names(names)
-    hint = f" The hyperparameters are {messages.names(there, 'and')}." if there else ""
+    hint = f" Existing hyperparameters: {messages.names(there, 'and')}." if there else ""
     raise AttributeError(
         f"{who} has neither an attribute nor a hyperparameter {wanted} to set.{hint} Store the value in __init__ "
         f"(self.{names[0]} = {names[0]}, or save_hyperparameters()) and read it from there, or name the attribute that "

@@ -51,9 +51,9 @@ class BatchTrial(NamedTuple):
     where: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        used = "" if self.peak_bytes is None else f", {messages.size(self.peak_bytes)} at most"
+        used = "" if self.peak_bytes is None else f", peak memory {messages.size(self.peak_bytes)}"
         place = f" on {messages.ranks(self.where)}" if self.where != (0,) and self.where else ""
-        return f"{self.size} {'ran' if self.fits else 'ran out of memory'}{place}{used}"
+        return f"{self.size} {'fits' if self.fits else 'ran out of memory'}{place}{used}"
 
 
 @dataclass
@@ -304,12 +304,12 @@ def _check_loader(loader: Any) -> None:
     """Raise a ValueError if this loader's batch size cannot be changed from outside."""
     why = ""
     if isinstance(loader, CombinedLoader) or is_loader_collection(loader):
-        why = "several loaders were given, so it is not clear which one to resize"
+        why = "several loaders were passed, so it is not clear which one to resize"
     elif not isinstance(loader, DataLoader):
-        why = f"a {type(loader).__name__} was given, which yields ready-made batches"
+        why = f"{messages.a(loader)} was passed, which yields ready-made batches"
     elif type(loader.batch_sampler) is not BatchSampler:
         made = "its dataset (batch_size=None)" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
-        why = f"the given {type(loader).__name__} gets its batches from {made}"
+        why = f"the {type(loader).__name__} that was passed gets its batches from {made}"
     if why:
         raise ValueError(
             f"scale_batch_size cannot change the batch size: {why}. Define train_dataloader() on the module or a "

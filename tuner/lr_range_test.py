@@ -81,8 +81,9 @@ class LRFinder:
         first = 1 + max((i for i, loss in enumerate(losses) if math.isfinite(loss)), default=-1)
         if first == len(losses):
             return (
-                f"The range test ran {len(losses)} steps, too few to suggest a learning rate, because the first "
-                f"{skip_begin} and the last {skip_end} are skipped. Raise num_training, or lower max_lr or skip_begin."
+                f"The range test ran {len(losses)} step{'s' * (len(losses) != 1)}, too few to suggest a learning rate, "
+                f"because the first {skip_begin} and the last {skip_end} are skipped. Raise num_training, or lower "
+                "max_lr or skip_begin."
             )
         rate = self.results["lr"][first]
         if first == 0:
@@ -226,7 +227,7 @@ def check(run: Run) -> None:
     if len(optimizers) != 1:
         raise RuntimeError(
             f"lr_find varies the learning rate of one optimizer, but {owner}.configure_optimizers() returned "
-            f"{len(optimizers)} optimizers. Return a single optimizer for the test."
+            f"{len(optimizers) or 'no'} optimizers. Return a single optimizer for the test."
         )
     if isinstance(optimizers[0], LBFGS):
         raise RuntimeError(

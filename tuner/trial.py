@@ -22,7 +22,7 @@ Method = Literal["fit", "validate", "test", "predict"]
 
 
 def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
-    """Train with the run's own step until ``after`` returns True, for as many epochs as that takes.
+    """Train with the run's own step until ``after`` returns True, over several epochs if necessary.
 
     Args:
         run: the trial's run (see :func:`.trial_run.trial_in_run`).

@@ -39,7 +39,7 @@ def refuse_strategy(run: Run, what: str) -> None:
     strategy = run.strategy
     if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
         raise NotImplementedError(
-            f"{what} cannot restore the weights and optimizer states that {type(strategy).__name__} holds. Run the "
+            f"{what} cannot restore the weights and optimizer states that {type(strategy).__name__} manages. Run the "
             "search once with strategy='ddp' or 'fsdp' (or on one device), and put the value it finds into your "
             "program."
         )
@@ -50,8 +50,8 @@ def run_separately(
 ) -> Any:
     """Prepare a separate run as an entry point does, call ``work``, and restore module, data and Trainer.
 
-    A module that the strategy shards stays sharded, as after a fit. Afterwards, the Trainer shows the search's module
-    and DataModule, and the loaders that ``load`` creates from the run and the result.
+    A module that the strategy shards stays sharded, as after a fit. Afterwards, the Trainer's attributes return the
+    search's module and DataModule, and the loaders that ``load`` creates from the run and the result.
     """
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
     run = _own_run(trainer, request)
@@ -82,7 +82,7 @@ def run_separately(
 
 
 def show(trainer: Trainer, request: Request, source: DataSource | None = None) -> None:
-    """Let the Trainer show a search's module, DataModule and loaders, as after a run of its own."""
+    """Make the Trainer's attributes return a search's module, DataModule and loaders, as they do after a run."""
     module, data = find_module(trainer.current_run, request)[0], request.datamodule
     run = trainer.current_run = Run(trainer, None, trainer.current_run)
     run.module = run.model = module

@@ -69,26 +69,26 @@ def effective_now(run: Run, places: list[TunedAttribute], given: Any, wanted: An
     if wanted != "keep":
         if isinstance(wanted, bool) or not isinstance(wanted, int):
             raise ValueError(
-                f"scale_batch_size(effective_batch={wanted!r}): pass a number of samples across all processes, 'keep' "
-                "for the current number, or None."
+                f"scale_batch_size(effective_batch={wanted!r}) got {messages.a(wanted)}. Pass a number of samples "
+                "across all processes, 'keep' for the current number, or None."
             )
         return wanted
     size = size_of(given) if given is not None else places[0].get()
     if isinstance(size, bool) or not isinstance(size, int):
         raise ValueError(
             f"scale_batch_size(effective_batch='keep'): {places[0].words} is {size!r}, so there is no batch size to "
-            "keep. Set the attribute, or pass effective_batch as a number of samples across all processes."
+            "keep. Set it to an int, or pass effective_batch as a number of samples across all processes."
         )
     return size * run.trainer.accumulate_grad_batches * world
 
 
 def planned(found: SizeSearchResult, effective: int | None, world: int, accumulate: int) -> BatchPlan:
-    """Return the batch size and the accumulation that follow from a search; ``accumulate`` stays if it may."""
+    """Return the batch size and the accumulation after a search; keep ``accumulate`` if ``effective`` is None."""
     return plan(found.size, effective, world) or BatchPlan(found.size, accumulate)
 
 
 def load_with_size(run: Run, places: list[TunedAttribute], size: int, method: str) -> None:
-    """Create the run's loaders while its attributes hold a batch size, and put the attributes back."""
+    """Set the attributes to a batch size, create the run's loaders, and restore the attributes."""
     before = [place.get() for place in places]
     try:
         for place in places:
@@ -107,7 +107,7 @@ def load_with_size(run: Run, places: list[TunedAttribute], size: int, method: st
 def take_size(
     run: Run, places: list[TunedAttribute], given: Any, found: SizeSearchResult, effective: int | None, world: int
 ) -> BatchPlan:
-    """Set the batch size (and the accumulation if ``effective`` is given), and report them."""
+    """Set the batch size (and the accumulation, unless ``effective`` is None) and report them."""
     before = size_of(given) if given is not None else places[0].get()
     decided = planned(found, effective, world, run.trainer.accumulate_grad_batches)
     _put_size(run, places, given, decided)
@@ -115,7 +115,7 @@ def take_size(
     also = f", and accumulate_grad_batches to {decided.accumulate}" if effective is not None else ""
     messages.info(
         f"Batch sizes tried: {'; '.join(map(str, found.trials))}. batch_size was set to {decided.size} (previously "
-        f"{before}){also}. Each update uses {learns} samples."
+        f"{before}){also}. Number of samples per update: {learns}."
     )
     return decided
 

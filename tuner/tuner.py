@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 class Tuner:
     """Finds a learning rate or a batch size before a fit, by running training steps on the module itself.
 
-    Everything but the result is restored afterwards, so the fit is bit-identical to one without the search: weights,
-    buffers, RNG states, the position in the data, plain attributes of the module, and the Trainer's counters,
-    callbacks and loggers. Callbacks are not called, and nothing is logged or saved. Changes to other objects (files,
-    or instances of your own classes that the module holds) are not undone.
+    Everything but the result is restored afterwards (weights, buffers, RNG states, the position in the data, plain
+    attributes of the module, and the Trainer's counters, callbacks and loggers), so the fit is bit-identical to one
+    without the search. Callbacks are not called, and nothing is logged or saved. Changes to other objects (files, or
+    instances of your own classes that the module holds) are not undone.
 
-    The Trainer then shows the search's module, DataModule and loaders, and the ``max_epochs`` of the fit.
+    Afterwards, the Trainer's attributes return the search's module, DataModule and loaders, and the fit's
+    ``max_epochs``.
 
     Args:
         trainer: the Trainer of the fit; the search uses its strategy, precision, accumulation and clipping.
@@ -150,7 +151,8 @@ class Tuner:
             dataloaders: the loaders for the other methods.
             datamodule: as for ``fit``.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then narrows down the largest one.
+            mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then searches for the largest size
+                that fits.
             steps_per_trial: optimizer steps (batches, when evaluating) per size.
             init_val: the first size, which is halved if it does not fit.
             max_trials: maximum number of sizes to try.

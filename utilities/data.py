@@ -30,7 +30,7 @@ def has_iterable_dataset(dataloader: Any) -> bool:
 
 
 def has_len(dataloader: Any) -> bool:
-    """Return True if a loader has a length. Warns if the length is 0."""
+    """Return True if a loader has a length; warn if the length is 0."""
     try:
         length = len(dataloader)
     except (TypeError, NotImplementedError):

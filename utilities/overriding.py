@@ -33,6 +33,9 @@ def is_overridden(method_name: str, instance: object | None, parent: type | None
                 "Callback or Strategy. Pass its base class as parent."
             )
     if not hasattr(parent, method_name):
-        raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} has no method with that name.")
+        raise ValueError(
+            f"is_overridden({method_name!r}): {parent.__name__} has no method with that name. Check the spelling, or "
+            "pass another parent."
+        )
     method: Any = overridden(instance, method_name, parent)
     return method is not None

@@ -1,4 +1,4 @@
-"""``paceline checkpoint convert``."""
+"""``paceline checkpoint convert``: write a copy of another program's checkpoint that contains only plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ... import messages
 from ...checkpoint.storage import location
 
-#: Packages that Paceline can replace, each with its word for PACELINE_STANDS_IN.
+#: Packages that Paceline can replace, each with its value for PACELINE_STANDS_IN.
 _REPLACED = {
     "lightning": "lightning",
     "pytorch_lightning": "lightning",
@@ -18,12 +18,12 @@ _REPLACED = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.description = (
-        "Write a copy of a checkpoint of another program that holds only plain data, so that it can be loaded without\n"
-        "running code. Without --trust, a file that references code is refused, with a list of that code."
+        "Write a copy of another program's checkpoint that contains only plain data, so that it can be loaded without\n"
+        "running code. Without --trust, a file that references code is rejected, and the error lists that code."
     )
-    parser.add_argument("file", help="a file written by torch.save, such as a .ckpt of Lightning")
+    parser.add_argument("file", help="a file written by torch.save, such as Lightning's .ckpt")
     parser.add_argument("out", help="the file to write, which must not exist")
     parser.add_argument(
         "--trust", action="store_true", help="load objects too, which runs the code that the file references"
@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> int:
     contents, apart = converted(_load(arguments.file, arguments.trust), arguments.file)
     single_file.write(contents, out, whole="state_dict" in contents)
     if apart:
-        messages.answer(f"Kept as objects, which only weights_only=False loads: {', '.join(apart)}.")
+        messages.answer(f"Kept as objects, which can be loaded only with weights_only=False: {', '.join(apart)}.")
     messages.answer(f"Wrote {arguments.out} ({out.stat().st_size:,} bytes).")
     return 0
 
@@ -61,7 +61,7 @@ def _load(file: str, trusted: bool) -> Any:
             ) from error
         package = _REPLACED.get((getattr(error, "name", None) or "").partition(".")[0])
         fix = (
-            "Run it with Paceline in place of that package: "
+            "Run this command with Paceline in place of that package: "
             f"PACELINE_STANDS_IN={package} paceline checkpoint convert ..."
             if package
             else "Install its package, or run this command where the program's modules can be imported: "

@@ -16,7 +16,7 @@ _FORMATS = ("safetensors", "full", "weights")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("file", help="a checkpoint file or folder from Paceline or Lightning")
     parser.add_argument("out", help="the file to write, which must not exist")
     parser.add_argument(

@@ -15,9 +15,9 @@ from .select import FoundCheckpoint, checkpoints
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.description = (
-        "Delete the checkpoints in a folder, except those to keep. The ones to keep are verified first. Checkpoints\n"
+        "Delete the checkpoints in a folder, except the newest or best ones, which are verified first. Checkpoints\n"
         "that are damaged or have no manifest are neither counted nor deleted. Do not run this command while a fit\n"
         "is saving to the folder."
     )
@@ -85,8 +85,9 @@ def _best_first(newest: list[FoundCheckpoint], arguments: Namespace) -> list[Fou
     if arguments.monitor is not None and arguments.monitor not in metrics:
         raise ValueError(messages.unknown("metric", arguments.monitor, sorted(map(str, metrics))))
     if not scored or (len(metrics) > 1 and arguments.monitor is None):
-        which = f"scores for {messages.names(sorted(map(str, metrics)), 'and')}" if scored else "no scores"
-        raise ValueError(f"--keep-best {arguments.keep_best}: this folder has {which}. Pass --monitor with one metric.")
+        names = messages.names(sorted(map(str, metrics)), "and")
+        which = f"scores for {names}. Pass --monitor with one of them." if scored else "no scores. Use --keep-last."
+        raise ValueError(f"--keep-best {arguments.keep_best}: this folder has {which}")
     sign = 1 if arguments.mode == "min" else -1
     wanted = [one for one in newest if one.path in scored and arguments.monitor in (None, scored[one.path].monitor)]
     return sorted(wanted, key=lambda one: sign * (scored[one.path].score or 0.0))

@@ -15,7 +15,7 @@ DEPTH = 4
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint.
+    """A checkpoint that a command works on.
 
     Attributes:
         path: the file or folder.
@@ -42,9 +42,9 @@ class FoundCheckpoint(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """``"weights"`` if the checkpoint contains only weights, ``"whole"`` or ``"sharded"`` if it is a full one.
+        """The kind of checkpoint: ``"weights"`` (only weights), or ``"whole"`` or ``"sharded"`` (can be resumed from).
 
-        ``"file"`` if that cannot be determined.
+        ``"file"`` means that the kind cannot be determined.
         """
         if self.known is None:
             return "sharded" if self.path.is_dir() else "file"

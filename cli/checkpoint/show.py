@@ -11,7 +11,7 @@ from .select import FoundCheckpoint, checkpoints, the_one
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("file", help="a checkpoint file or folder")
     parser.add_argument("--keys", action="store_true", help="also list tensors and hyperparameters (imports torch)")
 

@@ -10,8 +10,8 @@ from .select import checkpoints
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("path", help="a checkpoint, or a folder whose checkpoints are all checked")
+    """Add the command's arguments to ``parser``."""
+    parser.add_argument("path", help="a checkpoint, or a folder of checkpoints to verify")
 
 
 def run(arguments: Namespace) -> int:
@@ -20,6 +20,6 @@ def run(arguments: Namespace) -> int:
     for one in checkpoints(arguments.path):
         wrong = problem(one.path)
         damaged += wrong is not None
-        fine = "ok" if one.known is not None else "ok, by its own checksums (it has no manifest)"
+        fine = "ok" if one.known is not None else "ok, according to its own checksums (no manifest)"
         messages.answer(f"{one.path}: {fine if wrong is None else wrong.why}")
     return int(damaged > 0)

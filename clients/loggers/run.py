@@ -1,9 +1,9 @@
-"""Test the loggers of services with their real packages, offline: each in an environment of its own.
+"""Test the loggers of services offline with the services' real packages, each in its own environment.
 
     make loggers                            all of them, about three minutes
-    make loggers LOGGERS="--only aim"       one; the environments stay in .loggers
+    make loggers LOGGERS="--only aim"       only one; the environments are kept in .loggers
 
-Each environment sees the packages of .venv and has, on top of them, exactly what ``locks/NAME.txt`` lists.
+Each environment shares the packages of .venv and adds exactly the packages that ``locks/NAME.txt`` lists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from environments import with_lock
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / ".loggers"
-#: The package that each lock is about.
+#: The service's package in each lock file.
 PACKAGES = {
     "mlflow": "mlflow-skinny",
     "comet": "comet_ml",
@@ -35,12 +35,12 @@ PACKAGES = {
 
 
 def lock(name: str) -> Path:
-    """The versions of everything in a service's environment."""
+    """Return the path of the lock file with all versions in a service's environment."""
     return HERE / "locks" / f"{name}.txt"
 
 
 def version(name: str) -> str:
-    """The locked version of a service's package."""
+    """Return the locked version of a service's package."""
     lines = lock(name).read_text().splitlines()
     return next(line.partition("==")[2] for line in lines if line.startswith(f"{PACKAGES[name]}=="))
 
@@ -62,9 +62,15 @@ def test(name: str, python: Path) -> bool:
 
 
 def main() -> None:
-    """Test the services that were asked for, and print a table."""
+    """Test the requested services and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="NAME", choices=list(PACKAGES), help="may be repeated")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        choices=list(PACKAGES),
+        help="test only this service; may be repeated",
+    )
     arguments = parser.parse_args()
     rows = []
     for name in arguments.only or PACKAGES:

@@ -1,4 +1,4 @@
-"""What a logger of a service writes, read back from its files: the same tests for each service."""
+"""Read back what a service's logger writes to its files. The tests are the same for all services."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Small(TrainingModule):
 
 
 class Strike(Callback):
-    """Ends the run before the step after ``step``."""
+    """Ends the run after step ``step``, before the next one."""
 
     def __init__(self, step: int | None, how: Callable[[], None]) -> None:
         self.step, self.how = step, how
@@ -106,7 +106,7 @@ def test_a_resumed_run_continues_and_has_each_value_once(service: Any, tmp_path:
 
 
 def struck(function: Callable[[], Any]) -> None:
-    """Run ``function`` in a process of its own, which has to end by SIGKILL."""
+    """Run ``function`` in its own process, which must end with SIGKILL."""
     pid = os.fork()
     if pid == 0:
         try:

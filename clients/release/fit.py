@@ -3,7 +3,7 @@
     python fit.py cpu FOLDER    one process
     python fit.py ddp FOLDER    two processes
 
-Two processes get half of each batch, so both forms print the same loss up to rounding.
+With two processes, each gets half of each batch, so both commands print the same loss up to rounding.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from paceline import Trainer, TrainingModule, seed_everything
 
 
 class Regression(TrainingModule):
-    """A network that learns a sum."""
+    """A small network trained to add four numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the loss of one batch."""
+        """Return the mean squared error of one batch."""
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
+        """Return an Adam optimizer."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 def main() -> None:
-    """Train, resume and print."""
+    """Train, resume, and print the number of steps and the loss."""
     strategy, folder = sys.argv[1:]
     processes = 2 if strategy == "ddp" else 1
     points = torch.randn(128, 4, generator=torch.Generator().manual_seed(7))

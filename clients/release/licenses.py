@@ -1,9 +1,9 @@
-"""Write docs/licenses.md: the license of every package that Paceline and its extras install.
+"""Write docs/licenses.md, which lists the license of every package that Paceline and its extras install.
 
     .venv/bin/python clients/release/licenses.py
 
-Versions are those of requirements-dev.lock and of the locks in clients/loggers and clients/tpu, so the page changes
-only when they do. Pip downloads the metadata of packages that are not installed here, and installs nothing.
+Versions come from requirements-dev.lock and the locks in clients/loggers and clients/tpu, so the page changes only when
+they change. For packages that are not installed here, pip downloads only the metadata.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "licenses.md"
-#: What the name of a copyleft license contains.
+#: Matches the name of a copyleft license.
 COPYLEFT = re.compile(r"GPL|MPL|Mozilla|EPL|Eclipse|CDDL|EUPL|GNU")
-#: The text under which a license is also known, for those that are named in many ways.
+#: Short names of licenses that packages name in different ways.
 SHORT = {
     "Apache Software License": "Apache-2.0",
     "Apache License 2.0": "Apache-2.0",
@@ -44,25 +44,25 @@ SHORT = {
 LIBTPU = "libtpu==0.0.52"
 HEAD = """# Licenses
 
-Paceline is licensed under Apache-2.0 and contains no code of other projects. Installing it also installs other
-packages, each with a license of its own. This page lists them by extra, as their authors state them. Versions are those
-that Paceline is tested with. `python clients/release/licenses.py` writes this page.
+Paceline is licensed under Apache-2.0 and contains no code from other projects. Installing it also installs other
+packages, each with its own license. This page lists them by extra, with the licenses that their authors state. Versions
+are those that Paceline is tested with. `python clients/release/licenses.py` writes this page.
 
-CUDA builds of torch also install NVIDIA's libraries (`nvidia-*`), which have NVIDIA's own proprietary license. With the
-CPU build, which is what is listed here, there are none.
+CUDA builds of torch also install NVIDIA's libraries (`nvidia-*`), which have NVIDIA's own proprietary license. The CPU
+build, which is listed here, installs none of them.
 """
 COPYLEFT_HEAD = """## Copyleft
 
-These licenses ask you to pass on the source of changed copies (MPL), or cover programs that are passed on together with
-the package (GPL, LGPL). Installing and importing the packages for your own use asks nothing of you. Read the licenses
-before you ship the packages with a product.
+These licenses require you to share the source of modified copies (MPL), or cover programs that are distributed together
+with the package (GPL, LGPL). Installing and importing the packages for your own use requires nothing of you. Read the
+licenses before you ship the packages with a product.
 
 | package | license | comes with |
 |---|---|---|"""
 
 
 def metadata(wanted: list[str]) -> dict[str, dict[str, Any]]:
-    """The metadata of packages, by name; ``wanted`` are requirements without extras."""
+    """Return packages' metadata by name; ``wanted`` lists requirements without extras."""
     here = {(canonicalize_name(one.name), one.version.partition("+")[0]): one.metadata.json for one in distributions()}
     pins = [requirement.partition("==") for requirement in wanted]
     found = [here.get((canonicalize_name(name), version), {}) for name, _, version in pins]
@@ -77,24 +77,24 @@ def metadata(wanted: list[str]) -> dict[str, dict[str, Any]]:
 
 @cache
 def python_with_newest_pip() -> Path:
-    """The Python of an environment with the newest pip; older ones leave out how most packages state their license."""
+    """Return the Python of an environment with the newest pip; older versions omit most packages' license."""
     folder = ROOT / ".release" / "pip"
     subprocess.run([sys.executable, "-m", "venv", "--upgrade-deps", folder], check=True, capture_output=True)
     return folder / "bin" / "python"
 
 
 def locked(path: Path) -> list[str]:
-    """The packages with versions that a lock file names."""
+    """Return the packages that a lock file names, with their versions."""
     return [line.removesuffix(" \\") for line in path.read_text().splitlines() if "==" in line]
 
 
 def named(requirement: str) -> str:
-    """The name of the package that a requirement asks for."""
+    """Return the name of the package in a requirement."""
     return canonicalize_name(Requirement(requirement).name)
 
 
 def license_of(package: dict[str, Any]) -> str:
-    """The license that a package states: its expression, else its classifiers, else its text's first line."""
+    """Return a package's stated license: its expression, else its classifiers, else the first line of its text."""
     classifiers = [c.rpartition(" :: ")[2] for c in package.get("classifier", ()) if c.startswith("License :: OSI")]
     text = (package.get("license") or "").strip().partition("\n")[0]
     if stated := package.get("license_expression"):
@@ -105,7 +105,7 @@ def license_of(package: dict[str, Any]) -> str:
 
 
 def needed(roots: list[str], packages: dict[str, dict[str, Any]]) -> set[str]:
-    """All packages that some requirements bring, directly or through others."""
+    """Return all packages that the given requirements install, directly or through other packages."""
     found: set[tuple[str, str]] = set()
     waiting = [Requirement(root) for root in roots]
     while waiting:
@@ -121,14 +121,14 @@ def needed(roots: list[str], packages: dict[str, dict[str, Any]]) -> set[str]:
 
 
 def table(names: set[str], packages: dict[str, dict[str, Any]]) -> str:
-    """A table of packages with their licenses."""
+    """Return a Markdown table of packages with their licenses."""
     shown = [(name, packages[name]["version"].partition("+")[0], license_of(packages[name])) for name in sorted(names)]
     rows = [f"| {name} | {version} | {stated} |" for name, version, stated in shown]
     return "\n".join(["| package | version | license |", "|---|---|---|", *rows])
 
 
 def page() -> str:
-    """The text of docs/licenses.md."""
+    """Return the text of docs/licenses.md."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tested = metadata(locked(ROOT / "requirements-dev.lock"))
     locks = {path.stem: locked(path) for path in (ROOT / "clients" / "loggers" / "locks").glob("*.txt")}

@@ -1,4 +1,4 @@
-"""A loop of one's own, for ``paceline launch``: every process prints its rank and the number of samples of an epoch."""
+"""A custom loop for ``paceline launch``: every process prints its rank and the number of samples in an epoch."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Build a release into dist/ and try it as users get it, in a bare environment for each Python.
+"""Build a release into dist/ and try it as a user would, in a bare environment for each Python.
 
-    make release                                 every Python from 3.10 to 3.14 that this machine has
-    make release RELEASE="--only 3.12"           one of them; may be repeated
-    make release RELEASE="--torch 2.15.0"        another torch than the one in requirements-dev.lock
-    python3.14 clients/release/run.py --built    what is in dist/ already, with the Python that runs this file
+    make release                                 every Python from 3.10 to 3.14 on this machine
+    make release RELEASE="--only 3.12"           only this one; may be repeated
+    make release RELEASE="--torch 2.15.0"        a torch other than the one in requirements-dev.lock
+    python3.14 clients/release/run.py --built    the files already in dist/, with the Python that runs this file
 
-The wheel is built from the source distribution, which holds the files that git tracks. Environments are made with uv,
-which unpacks each package once for all of them; the CUDA builds of torch and what they need take 6 GB. Each environment
-is deleted before the next one is made. Nothing is uploaded.
+The wheel is built from the source distribution, which contains the files that git tracks. Environments are created with
+uv, which unpacks each package once for all of them; the CUDA build of torch and its dependencies take 6 GB. Each
+environment is deleted before the next one is created. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 #: Tests that are run in the unpacked source distribution.
 TESTS = ("tests/test_architecture.py", "tests/test_readme.py", "tests/trainer/test_loop.py")
-#: Imports every module; those that need a package of an extra may fail for want of it.
+#: Imports every module. An import may fail only if a package from an extra is missing.
 IMPORTS = """
 import importlib, pkgutil, sys
 import paceline
@@ -49,7 +49,7 @@ print(paceline.__version__)
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
-    """Run a command and return what it printed; end the program with its output if it fails."""
+    """Run a command and return its output; if it fails, exit the program and show the output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -59,17 +59,17 @@ def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
 
 
 def uv(python: Path, command: str, *arguments: str | Path) -> None:
-    """Run a command of ``uv pip`` for an environment, with pip's own settings."""
+    """Run a ``uv pip`` command for an environment, with pip's settings."""
     settings = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
     taken = {name: os.environ[pips] for name, pips in settings.items() if pips in os.environ}
     run(TOOLS / "bin" / "uv", "pip", command, "--quiet", "--python", python, *arguments, cwd=ROOT, **taken)
 
 
 def locked(package: str) -> str:
-    """The version of a package in requirements-dev.lock."""
+    """Return the version of a package in requirements-dev.lock."""
     found = re.search(rf"^{package}==(.+)$", (ROOT / "requirements-dev.lock").read_text(), re.M)
     if found is None:
-        raise SystemExit(f"requirements-dev.lock has no version of {package}.")
+        raise SystemExit(f"requirements-dev.lock has no version of {package}. Add the line {package}==VERSION.")
     return found[1]
 
 
@@ -87,15 +87,18 @@ def build() -> None:
 
 
 def distributions() -> list[Path]:
-    """The wheel and the source distribution in dist/."""
+    """Return the paths of the wheel and the source distribution in dist/."""
     found = [*DIST.glob("*.whl"), *DIST.glob("*.tar.gz")]
     if len(found) != 2:
-        raise SystemExit(f"dist/ has {len(found)} files to upload; it must have one wheel and one source distribution.")
+        raise SystemExit(
+            f"dist/ must contain one wheel and one source distribution, but has {len(found)} such files. Run without "
+            "--built."
+        )
     return found
 
 
 def check_metadata() -> None:
-    """Check the metadata, that the description renders, and the citation file."""
+    """Check the metadata, the rendering of the description, and the citation file."""
     run(sys.executable, "-m", "venv", TOOLS)
     pip = [TOOLS / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
     run(*pip, "install", "-r", HERE / "tools.txt")
@@ -106,7 +109,7 @@ def check_metadata() -> None:
 
 
 def test_source() -> None:
-    """Run some of the tests in the unpacked source distribution, without git and without the repository."""
+    """Run some of the tests in the unpacked source distribution, without git or the repository."""
     with tarfile.open(distributions()[1]) as archive:
         top = archive.getnames()[0]
         archive.extractall(WORK, filter="data")
@@ -116,7 +119,7 @@ def test_source() -> None:
 
 
 def interpreters(only: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield version and command of each Python that this machine has."""
+    """Yield the version and command of each Python on this machine."""
     for version in only or PYTHONS:
         kept = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
         if command := str(kept[-1]) if kept else shutil.which(f"python{version}"):
@@ -126,7 +129,7 @@ def interpreters(only: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def try_on(version: str, command: str, torch: str) -> None:
-    """Install wheel and source distribution one after the other in a bare environment, and use each."""
+    """Install the wheel, then the source distribution, in a bare environment, and check each."""
     folder = WORK / f"python{version}"
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -143,7 +146,7 @@ def try_on(version: str, command: str, torch: str) -> None:
 
 
 def checks(folder: Path, form: str) -> Iterator[str]:
-    """Use an installation from outside of the repository; yield each thing that works."""
+    """Check an installation from outside the repository; yield a description of each check that passed."""
     python, paceline, place = folder / "bin" / "python", folder / "bin" / "paceline", folder / form
     place.mkdir()
     offline = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
@@ -156,20 +159,22 @@ def checks(folder: Path, form: str) -> Iterator[str]:
     one, two = (run(python, HERE / "fit.py", name, place / name, cwd=place, **offline) for name in ("cpu", "ddp"))
     losses = {said.splitlines()[-1] for said in (one, two)}
     if len(losses) != 1:
-        raise SystemExit(f"One process and two trained differently: {losses}.")
-    yield f"fit and resume on one process and two ({losses.pop()})"
+        raise SystemExit(f"Training with one process and with two printed different results: {losses}.")
+    yield f"fit and resume with one process and with two ({losses.pop()})"
     launched = run(paceline, "launch", "--cpu", "--num_processes", "2", HERE / "loop.py", cwd=place, **offline)
     if sorted(launched.splitlines()) != [f"rank {rank} of 2: 64 samples" for rank in (0, 1)]:
-        raise SystemExit(f"paceline launch printed {launched!r}.")
+        raise SystemExit(f"paceline launch printed {launched!r} instead of a line with 64 samples for each rank.")
     yield "paceline launch"
 
 
 def main() -> None:
-    """Build and check what was asked for."""
+    """Build a release, or use the one in dist/, and check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="VERSION", help="of Python; may be repeated")
-    parser.add_argument("--torch", metavar="VERSION", help="to install; by default that of requirements-dev.lock")
-    parser.add_argument("--built", action="store_true", help="try what dist/ holds, with this Python")
+    parser.add_argument("--only", action="append", metavar="VERSION", help="version of Python to try; may be repeated")
+    parser.add_argument(
+        "--torch", metavar="VERSION", help="version of torch to install; by default, the one in requirements-dev.lock"
+    )
+    parser.add_argument("--built", action="store_true", help="try the files in dist/ with this Python")
     arguments = parser.parse_args()
     if arguments.built:
         found = [("{}.{}".format(*sys.version_info), sys.executable)]

@@ -1,4 +1,4 @@
-"""Runs a scenario in processes of its own and records its losses in the JUnit report, which clients/run.py reads."""
+"""Run each scenario in its own processes and record its losses in the JUnit report, which clients/run.py reads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-#: A scenario gets a folder for its files and returns losses in the order in which they were computed.
+#: A scenario takes a folder for its files and returns its losses in the order in which they were computed.
 Scenario = Callable[[Path], list[float]]
 
 
 @pytest.fixture
 def record_losses(record_property: Callable[[str, object], None], tmp_path: Path) -> Callable[..., None]:
-    """Run a scenario on one or more processes; record the losses of rank 0."""
+    """Return a function that runs a scenario in one or more processes and records the losses of rank 0."""
 
     def run(scenario: Scenario, processes: int = 1) -> None:
         record_property("losses", json.dumps(_in_processes(scenario, processes, tmp_path)))
@@ -30,7 +30,7 @@ def record_losses(record_property: Callable[[str, object], None], tmp_path: Path
 
 
 def _in_processes(scenario: Scenario, count: int, folder: Path) -> list[float]:
-    """Fork the ranks, with the variables that ``torchrun`` sets; return the losses of rank 0."""
+    """Fork the ranks, with the environment variables that ``torchrun`` sets; return the losses of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,7 +43,7 @@ def _in_processes(scenario: Scenario, count: int, folder: Path) -> list[float]:
     try:
         while len(statuses) < count:
             statuses.append(os.waitstatus_to_exitcode(os.waitpid(ranks[len(statuses)], 0)[1]))
-    finally:  # the test ran out of time
+    finally:  # some ranks are still running if the test timed out
         for pid in ranks[len(statuses) :]:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

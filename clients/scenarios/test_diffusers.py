@@ -1,4 +1,4 @@
-"""diffusers: a training script for images in the form of the library's examples."""
+"""diffusers: a training script for images, written like the library's examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffusers.training_utils import EMAModel
 
 
 def network() -> Any:
-    """A network for images of 8 x 8 pixels."""
+    """Return a network for images of 8 x 8 pixels."""
     accelerate.utils.set_seed(tiny.SEED)
     sizes: dict[str, Any] = {"sample_size": 8, "in_channels": 1, "out_channels": 1, "layers_per_block": 1}
     kinds = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
@@ -25,7 +25,7 @@ def network() -> Any:
 
 
 def register_hooks(accelerator: Any, average: Any) -> None:
-    """Let saved states hold the network and its average in the library's own form."""
+    """Make saved states contain the network and its average in the library's own format."""
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         if accelerator.is_main_process:
@@ -48,7 +48,7 @@ def register_hooks(accelerator: Any, average: Any) -> None:
 
 
 def generated(model: Any, noises: Any) -> float:
-    """The mean of an image that the network makes."""
+    """Return the mean of an image that the network generates."""
     picture = DDPMPipeline(unet=model, scheduler=noises)
     picture.set_progress_bar_config(disable=True)
     made = picture(batch_size=1, num_inference_steps=4, generator=torch.Generator().manual_seed(0), output_type="np")
@@ -56,7 +56,7 @@ def generated(model: Any, noises: Any) -> float:
 
 
 def train(accelerator: Any, folder: Path, *, scheduled: bool = True, resume: bool = False) -> list[float]:
-    """Train for two epochs, or for the second one only."""
+    """Train for two epochs, or only for the second."""
     model = network()
     average = EMAModel(model.parameters(), decay=0.99, model_cls=UNet2DModel, model_config=model.config)
     register_hooks(accelerator, average)
@@ -99,7 +99,7 @@ def train(accelerator: Any, folder: Path, *, scheduled: bool = True, resume: boo
 
 
 def accelerator_of(folder: Path, windows: int) -> Any:
-    """The script's Accelerator, with a tracker."""
+    """Return the script's Accelerator, with a tracker."""
     project = accelerate.utils.ProjectConfiguration(str(folder), logging_dir=str(folder / "logs"))
     return accelerate.Accelerator(
         gradient_accumulation_steps=windows, log_with="tensorboard", project_config=project, cpu=True

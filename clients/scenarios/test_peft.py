@@ -1,4 +1,4 @@
-"""peft: LoRA under a Trainer, also on quantized weights, under trl, and in a loop with an Accelerator."""
+"""peft: LoRA with a Trainer (also on quantized weights), with trl, and in a loop with an Accelerator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SHARDED = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2
 
 
 def adapted() -> Any:
-    """The language model with adapters."""
+    """Return the language model with adapters."""
     return peft.get_peft_model(tiny.language_model(), lora())
 
 
 def lora() -> peft.LoraConfig:
-    """Adapters of rank 4, with dropout."""
+    """Return the configuration of adapters of rank 4, with dropout."""
     return peft.LoraConfig(
         r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True
     )

@@ -1,4 +1,4 @@
-"""sentence-transformers: its Trainer for encoders, with one data set and with two."""
+"""sentence-transformers: its Trainer for encoders, with one dataset and with two."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def pairs(count: int) -> datasets.Dataset:
-    """Pairs of texts that belong together."""
+    """Return pairs of texts that belong together."""
     return datasets.Dataset.from_dict({"anchor": tiny.sentences(count), "positive": tiny.sentences(count, 4)})
 
 
 def scored(count: int) -> datasets.Dataset:
-    """Pairs of texts and how similar they are."""
+    """Return pairs of texts with their similarity."""
     return pairs(count).add_column("score", [i % 5 / 4 for i in range(count)])
 
 

@@ -41,5 +41,5 @@ def test_training(record_losses: Callable[..., None], head: str) -> None:
 
 
 def labeled(count: int) -> datasets.Dataset:
-    """Texts of two classes."""
+    """Return labeled texts of two classes."""
     return datasets.Dataset.from_dict({"text": tiny.sentences(count), "label": [i % 2 for i in range(count)]})

@@ -39,7 +39,7 @@ SHARDED = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2
 
 
 def trainer(folder: Path, samples: int = 64, **more: Any) -> tuple[transformers.Trainer, tiny.Losses]:
-    """A Trainer of the language model, and what collects its losses."""
+    """Return a Trainer for the language model, and the callback that collects its losses."""
     losses, arguments = tiny.Losses(), transformers.TrainingArguments(**tiny.settings(folder, **more))
     data = {"train_dataset": tiny.tokens(samples), "eval_dataset": tiny.tokens(13)}
     return transformers.Trainer(model=tiny.language_model(), args=arguments, callbacks=[losses], **data), losses

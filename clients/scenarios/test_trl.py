@@ -70,6 +70,6 @@ def test_rewards(record_losses: Callable[..., None], processes: int) -> None:
 
 
 def pairs() -> datasets.Dataset:
-    """Prompts with a better and a worse continuation."""
+    """Return prompts, each with a better and a worse continuation."""
     columns = {"prompt": tiny.sentences(64), "chosen": tiny.sentences(64, 4), "rejected": tiny.sentences(64, 5)}
     return datasets.Dataset.from_dict(columns)

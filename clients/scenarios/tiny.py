@@ -1,4 +1,4 @@
-"""Small networks, a tokenizer and texts for the scenarios: made here, so that nothing is downloaded."""
+"""Small networks, a tokenizer and texts for the scenarios, created here so that nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = [f"w{number}" for number in range(60)]
 
 
 def tokenizer() -> Any:
-    """A tokenizer of 64 words."""
+    """Return a tokenizer with 64 words."""
     marks = ["[PAD]", "[UNK]", "[BEGIN]", "[END]"]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate([*marks, *WORDS])}, unk_token="[UNK]")
     whole = tokenizers.Tokenizer(model)
@@ -26,7 +26,7 @@ def tokenizer() -> Any:
 
 
 def language_model() -> Any:
-    """A GPT-2 of two layers with dropout, with the same weights every time."""
+    """Return a GPT-2 model with two layers and dropout, with the same weights every time."""
     transformers.set_seed(SEED)
     sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = transformers.GPT2Config(**sizes, bos_token_id=2, eos_token_id=3, pad_token_id=0)
@@ -34,7 +34,7 @@ def language_model() -> Any:
 
 
 def encoder(folder: Path) -> Any:
-    """A sentence encoder: a BERT of one layer and the mean over its tokens."""
+    """Return a sentence encoder: a BERT model with one layer, and the mean over its tokens."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
 
@@ -49,31 +49,31 @@ def encoder(folder: Path) -> Any:
 
 
 def sentences(count: int, seed: int = 3) -> list[str]:
-    """Texts of 4 to 13 words."""
+    """Return texts of 4 to 13 words."""
     chosen = random.Random(seed)
     return [" ".join(chosen.choices(WORDS, k=chosen.randrange(4, 14))) for _ in range(count)]
 
 
 def tokens(count: int) -> datasets.Dataset:
-    """Sequences of 12 tokens."""
+    """Return sequences of 12 tokens."""
     chosen = random.Random(3)
     rows = [[chosen.randrange(4, 64) for _ in range(12)] for _ in range(count)]
     return datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
 class Losses(transformers.TrainerCallback):
-    """Collects the losses that a Trainer logs, of training and evaluation."""
+    """Collects the training and evaluation losses that a Trainer logs."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add this log's losses."""
+        """Collect the losses in ``logs``."""
         self.seen.extend(value for name, value in (logs or {}).items() if name in ("loss", "eval_loss"))
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    """Arguments for ``TrainingArguments`` and its subclasses: 20 steps, each logged."""
+    """Return arguments for ``TrainingArguments`` and its subclasses: 20 steps, each logged."""
     usual: dict[str, Any] = {
         "output_dir": str(folder / "output"),
         "per_device_train_batch_size": 4,

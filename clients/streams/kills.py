@@ -2,8 +2,8 @@
 
     python kills.py --package datasets       prints a JSON line for each cell
 
-Every rank is a process of its own, forked from this one, which has imported the packages. A cell is one form, door,
-number of workers, and number of ranks before and after the kill.
+Every rank is its own process, forked from this one, which has already imported the packages. A cell combines a form, a
+door (Trainer or Accelerator), a number of workers, and the number of ranks before and after the kill.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from torch.utils.data import DataLoader
 from paceline import Accelerator, Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 
-#: In batches: a checkpoint lies within a shard of every rank, also of two ranks.
+#: Number of epochs, and of batches between checkpoints. A checkpoint is inside a shard on every rank, even with two.
 EPOCHS, SAVE_EVERY = 3, 11
-#: The kill comes in the second epoch, when this many of its batches are done.
+#: Index of the epoch and of the batch at which a run is killed.
 KILL_AT = 1, 7
 LIMIT_SECONDS = 90.0
 DISCARDED = "were loaded and discarded"
 
 
 class Cell(NamedTuple):
-    """One cell of the table."""
+    """One cell of the table: how to read the stream, and what to change at the resume."""
 
     form: int
     door: str
@@ -52,14 +52,14 @@ class Cell(NamedTuple):
 
 
 class Diary:
-    """The file in which a rank writes the samples of each batch."""
+    """The file to which a rank writes the samples of each batch."""
 
     def __init__(self, folder: Path, rank: int, kills: bool) -> None:
         self.file = (folder / f"rank{rank}.jsonl").open("a", buffering=1)
         self.kills = kills
 
     def enter(self, epoch: int, step: int, batch: Any) -> None:
-        """Write the samples of a batch, which is number ``step`` since training began."""
+        """Write the samples of a batch; ``step`` counts the batches since training began."""
         self.file.write(json.dumps({"epoch": epoch, "step": step, "numbers": batch["number"].tolist()}) + "\n")
 
     def strike(self, epoch: int, batch_idx: int) -> None:
@@ -69,14 +69,14 @@ class Diary:
 
 
 class Small(TrainingModule):
-    """A model that notes its samples."""
+    """A small model that records its samples in the diary."""
 
     def __init__(self, diary: Diary, make_loader: Callable[[], Any]) -> None:
         super().__init__()
         self.layer, self.diary, self.make_loader = nn.Linear(1, 1), diary, make_loader
 
     def train_dataloader(self) -> Any:
-        return self.make_loader()  # some data sets look up the number of ranks when they are created
+        return self.make_loader()  # some datasets read the number of ranks when they are created
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.diary.enter(self.trainer.current_epoch, self.trainer.global_step, batch)
@@ -87,7 +87,7 @@ class Small(TrainingModule):
 
 
 class Strike(Callback):
-    """Kills the run."""
+    """Kills the run at the chosen batch."""
 
     def __init__(self, diary: Diary) -> None:
         self.diary = diary
@@ -97,7 +97,7 @@ class Strike(Callback):
 
 
 def with_trainer(make_loader: Callable[[], Any], diary: Diary, kept: Path, world: int) -> None:
-    """Fit, from the newest checkpoint if there is one."""
+    """Run a fit, from the newest checkpoint if there is one."""
     saves = ModelCheckpoint(kept, every_n_train_steps=SAVE_EVERY, save_top_k=-1, filename="{step}")
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(
@@ -112,7 +112,7 @@ def with_trainer(make_loader: Callable[[], Any], diary: Diary, kept: Path, world
 
 
 class Steps:
-    """Counts steps, as an object that the checkpoint includes."""
+    """A step counter that is saved in the checkpoint."""
 
     done = 0
 
@@ -124,12 +124,12 @@ class Steps:
 
 
 def with_accelerator(make_loader: Callable[[], Any], diary: Diary, kept: Path, world: int) -> None:
-    """Train in a loop, from the newest state if there is one."""
+    """Train in a custom loop, from the newest saved state if there is one."""
     accelerator, model, steps = Accelerator(cpu=True), nn.Linear(1, 1), Steps()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader())
     if not isinstance(loader, DataLoader):
-        raise TypeError(f"prepare() leaves a {type(loader).__name__} as it is, because it is not a DataLoader.")
+        raise TypeError(f"prepare() returns a {type(loader).__name__} unchanged, because it is not a DataLoader.")
     accelerator.register_for_checkpointing(steps)
     if kept.exists():
         accelerator.load_state(str(max(kept.iterdir(), key=lambda folder: int(folder.name))))
@@ -174,7 +174,7 @@ def run(cell: Cell, data: Path, folder: Path, kept: Path, world: int, kills: boo
 
 
 def in_child(function: Callable[[], None], output: Path) -> NoReturn:
-    """Call a function in a process that was just forked, and end the process."""
+    """Call a function in a newly forked process, then exit the process."""
     status = 1
     try:
         os.setpgid(0, 0)
@@ -209,13 +209,13 @@ def end_of(started: dict[int, int], folder: Path, expected: int) -> str:
 
 
 def last_line(output: Path) -> str:
-    """Return the line that names the error."""
+    """Return the last line of the output, which names the error."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:400] if lines else ""
 
 
 def entries(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return what each rank wrote into its diary."""
+    """Return the entries in each rank's diary."""
     found = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         found[int(path.stem[4:])] = [json.loads(line) for line in path.read_text().splitlines()]
@@ -223,7 +223,7 @@ def entries(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def judge(whole: Path, killed: Path, resumed: Path) -> str:
-    """Compare the killed and resumed run with one that nobody interrupted."""
+    """Compare the killed and resumed run with an uninterrupted run."""
     before, after, expected = entries(killed), entries(resumed), entries(whole)
     if not any(after.values()):
         return "nothing after the resume"
@@ -237,7 +237,7 @@ def judge(whole: Path, killed: Path, resumed: Path) -> str:
 
 
 def miscounts(found: dict[int, list[dict[str, Any]]]) -> str:
-    """Return how many samples of each epoch were lost or came again; empty if each came once."""
+    """Return how many samples were lost or repeated in each epoch; empty if each appeared once."""
     told = []
     for epoch in range(EPOCHS):
         lines = [line for own in found.values() for line in own]
@@ -262,16 +262,18 @@ def cell_result(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
 
 
 def write(form: Form, data: Path) -> None:
-    """Write a form's samples in a process of its own, because litdata changes the environment."""
+    """Write a form's samples in a separate process, because litdata changes the environment."""
     pid = os.fork()
     if pid == 0:
         in_child(partial(form.write, data), data.with_suffix(".txt"))
     if os.waitpid(pid, 0)[1]:
-        raise SystemExit(f"{form.package} could not write the samples.")
+        raise SystemExit(
+            f"{form.package} could not write the samples; see {data.with_suffix('.txt')} (--folder keeps it)."
+        )
 
 
 def warm_up() -> None:
-    """Import here what each forked process would import."""
+    """Import modules here that each forked process would otherwise import."""
     importlib.import_module("torch._dynamo")  # for DistributedDataParallel
     with tempfile.TemporaryDirectory() as folder:
         for name, door in DOORS.items():
@@ -280,14 +282,14 @@ def warm_up() -> None:
 
 
 def main() -> None:
-    """Run the cells that were asked for."""
+    """Run the requested cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", required=True)
-    parser.add_argument("--form", type=int, help="only this form of FORMS")
+    parser.add_argument("--form", type=int, help="index in FORMS of the only form to run")
     parser.add_argument("--door", choices=list(DOORS))
     parser.add_argument("--workers", type=int)
-    parser.add_argument("--worlds", help="for example 2-1")
-    parser.add_argument("--folder", type=Path, help="keep the files here")
+    parser.add_argument("--worlds", help="number of ranks before and after the kill, for example 2-1")
+    parser.add_argument("--folder", type=Path, help="folder in which to keep the files")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warm_up()

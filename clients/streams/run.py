@@ -45,10 +45,10 @@ def cells_of(package: str, python: Path) -> list[dict[str, Any]]:
 
 
 def word(cell: dict[str, Any]) -> str:
-    """Say in few words how a cell ended."""
+    """Return a few words that describe how a cell ended."""
     result = cell["result"]
     again = ", reads again" if cell["read_again"] else ""
-    if result.startswith("same"):  # what follows, if anything, was lost without a kill too
+    if result.startswith("same"):  # anything after it was lost even without a kill
         return f"exact{again}"
     if result == "each once":
         return f"each once{again}"

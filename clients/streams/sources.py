@@ -1,4 +1,4 @@
-"""The data sets that stream, and how a user reads them: the same 48 numbered samples, in the format of each package."""
+"""The streaming datasets and how a user reads them: the same 48 numbered samples in each package's format."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 SAMPLES, SHARDS, BATCH_SIZE = 48, 8, 3
-#: Where shards end, for the formats that let us choose. Each rank and worker gets as many samples as the others.
+#: Shard boundaries, for formats in which they can be chosen. All ranks and workers get the same number of samples.
 ENDS = list(accumulate((5, 5, 7, 7, 7, 7, 5, 5)))
 
 
 class Form(NamedTuple):
-    """A way to read a package's data.
+    """One way to read a package's data.
 
     Attributes:
-        package: the package that is tested.
-        what: what the table calls this form.
+        package: the package to test.
+        what: the form's name in the table.
         write: writes the samples to a folder.
         loader: returns the loader, given the folder, the number of workers, the rank and the number of ranks.
     """
@@ -34,14 +34,14 @@ class Form(NamedTuple):
 
 
 def _nothing(folder: Path) -> None:
-    """Write nothing, because the samples are made in memory."""
+    """Write nothing, because the samples are created in memory."""
 
 
 # ---- torchdata -------------------------------------------------------------------------------------------------------
 
 
 class Numbers(IterableDataset[Any]):
-    """A user's own stream, which saves its position and lets workers take turns."""
+    """A user-defined stream that saves its position; its workers take turns."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -63,7 +63,7 @@ class Numbers(IterableDataset[Any]):
 
 
 class Forgetful(IterableDataset[Any]):
-    """A user's own stream that saves nothing."""
+    """A user-defined stream that saves nothing."""
 
     def __iter__(self) -> Iterator[dict[str, int]]:
         worker = get_worker_info()
@@ -85,7 +85,7 @@ def _stateful(dataset: Any, workers: int) -> Any:
 
 
 def write_lines(folder: Path) -> None:
-    """Write JSON lines, from which ``load_dataset(..., streaming=True)`` streams."""
+    """Write JSON lines, which ``load_dataset(..., streaming=True)`` can stream."""
     for shard, numbers in enumerate(map(range, [0, *ENDS], ENDS)):
         lines = [json.dumps({"number": number}) for number in numbers]
         (folder / f"{shard:02}.jsonl").write_text("\n".join(lines) + "\n")
@@ -111,7 +111,7 @@ def _by_node(folder: Path, rank: int, world: int) -> Any:
 
 
 def _streaming() -> ModuleType:
-    """Import mosaicml-streaming without its image data sets, the only ones that need torchvision."""
+    """Import mosaicml-streaming without its image datasets, which are the only part that needs torchvision."""
     sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
     import streaming
 
@@ -119,7 +119,7 @@ def _streaming() -> ModuleType:
 
 
 def write_mds(folder: Path) -> None:
-    """Write shards of a few samples each."""
+    """Write shards with a few samples each."""
     with _streaming().MDSWriter(out=str(folder), columns={"number": "int"}, size_limit=100) as writer:
         for number in range(SAMPLES):
             writer.write({"number": number})
@@ -127,7 +127,7 @@ def write_mds(folder: Path) -> None:
 
 def _mosaic(folder: Path) -> Any:
     streaming = _streaming()
-    streaming.base.util.clean_stale_shared_memory()  # what a killed run leaves behind
+    streaming.base.util.clean_stale_shared_memory()  # left behind by a killed run
     return streaming.StreamingDataset(
         local=str(folder), shuffle=True, batch_size=BATCH_SIZE, num_canonical_nodes=2, shuffle_seed=7
     )
@@ -163,7 +163,7 @@ def _lit_loader(folder: Path, workers: int) -> Any:
 
 
 def write_tars(folder: Path) -> None:
-    """Write tar files of a few samples."""
+    """Write tar files with a few samples each."""
     import webdataset
 
     for shard, numbers in enumerate(map(range, [0, *ENDS], ENDS)):

@@ -1,12 +1,12 @@
-"""Run the tests with other versions of torch, or of Python, each in an environment of its own.
+"""Run the tests with other versions of torch or Python, each in its own environment.
 
-    make torches                                               the oldest and the newest torch that is supported
-    make torches TORCHES="--only 2.12.1 tests/strategies"      another one, and only some of the tests
+    make torches                                               the oldest and the newest supported torch
+    make torches TORCHES="--only 2.12.1 tests/strategies"      another version, and only some of the tests
     make torches TORCHES="--only 2.15.0 --python python3.12"   with another Python
 
-An environment sees the packages of .venv and has only torch on top of them. With another Python it has packages of its
-own: the newest ones that the extra ``dev`` allows. A CUDA build of torch takes 5 GB, so each environment is deleted
-after its run, unless ``--keep`` is given.
+An environment shares the packages of .venv and adds only torch. With another Python, it has its own packages: the
+newest ones that the extra ``dev`` allows. A CUDA build of torch takes 5 GB, so each environment is deleted after its
+run, unless ``--keep`` is given.
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ COUNTS = ("passed", "failed", "skipped")
 
 
 def oldest() -> str:
-    """The oldest version of torch that pyproject.toml allows."""
+    """Return the oldest version of torch that pyproject.toml allows."""
     found = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     if found is None:
-        raise SystemExit("pyproject.toml has no line with torch>=.")
+        raise SystemExit(
+            "pyproject.toml has no requirement torch>=VERSION, which sets the oldest version to test. Add it, or "
+            "pass --only."
+        )
     return found[1]
 
 
 def newest() -> str:
-    """The newest version of torch that the package calls tried."""
+    """Return the newest version of torch that Paceline is known to support."""
     return ".".join(map(str, torch_versions.NEWEST_TRIED))
 
 
 def requirement(version: str) -> str:
-    """What pip is asked for: the last patch of ``2.15``, exactly ``2.15.0``."""
+    """Return the requirement for pip: ``2.15`` selects its latest patch release, ``2.15.0`` exactly that version."""
     return f"torch=={version}" + (".*" if version.count(".") == 1 else "")
 
 
 def install(folder: Path, version: str, interpreter: str | None) -> Path:
-    """Make an environment and return its Python."""
+    """Create an environment and return its Python."""
     environment = Environment(folder)
     environment.create(shared=interpreter is None, interpreter=interpreter)
     if interpreter is None:
@@ -61,7 +64,7 @@ def install(folder: Path, version: str, interpreter: str | None) -> Path:
 
 
 def versions(python: Path) -> tuple[str, str]:
-    """The versions of torch and of Python that an environment really has."""
+    """Return the versions of torch and Python that an environment actually has."""
     program = "import platform, torch; print(torch.__version__, platform.python_version())"
     torch, own = subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.split()
     return torch, own
@@ -86,12 +89,12 @@ def counts(report: Path) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Test the versions that were asked for, and print the table of docs/versions.md for them."""
+    """Test the requested versions and print their rows for the table in docs/versions.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="VERSION", help="of torch; may be repeated")
-    parser.add_argument("--python", metavar="COMMAND", help="of another Python")
+    parser.add_argument("--only", action="append", metavar="VERSION", help="version of torch; may be repeated")
+    parser.add_argument("--python", metavar="COMMAND", help="command of another Python to use")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
-    parser.add_argument("tests", nargs="*", default=["tests"], help="what to run; all tests by default")
+    parser.add_argument("tests", nargs="*", default=["tests"], help="tests to run; all tests by default")
     arguments = parser.parse_args()
     rows = [("torch", "Python", *COUNTS)]
     for version in arguments.only or (oldest(), newest()):

@@ -1,11 +1,10 @@
-"""Run the tests of devices on a TPU that is XLA on the CPU: one device, and no speed worth measuring.
+"""Run the device tests on a TPU that XLA emulates on the CPU: one device, and no meaningful speed.
 
-    make tpu                                     half a minute, and two more for the first installation (0.8 GB)
+    make tpu                                     half a minute, plus two minutes for the first installation (0.8 GB)
     make tpu TPU="-k resumed -x"                 some of the tests, with pytest's options
 
-The environment, .tpu, sees the packages of .venv. On top of them it has TorchTPU, pinned by hash like the plugin that
-runs XLA's programs on the CPU, and a small C library that is compiled here (see plugin.c), for which the machine needs
-a C compiler.
+The environment, .tpu, shares the packages of .venv. It adds TorchTPU and the plugin that runs XLA's programs on the
+CPU, both pinned by hash, and a small C library that is compiled here (see plugin.c), which requires a C compiler.
 """
 
 from __future__ import annotations
@@ -24,17 +23,20 @@ ROOT = HERE.parent.parent
 WORK = ROOT / ".tpu"
 ENVIRONMENT = Environment(WORK, *(HERE / name for name in ("requirements.txt", "plugin.c", "run.py")))
 LIBRARY = WORK / "plugin.so"
-#: Other tests of tests/devices register a device of their own with torch, which accepts only one.
+#: Other tests in tests/devices register their own device with torch, which accepts only one.
 TEST = "tests/devices/test_any_device.py"
 
 
 def install() -> None:
-    """Make the environment, unless it is there and made from the same files."""
+    """Create the environment, unless it exists and was created from the same files."""
     if ENVIRONMENT.is_current():
         return
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise SystemExit("make tpu compiles a small C library, but this machine has no cc, gcc or clang. Install one.")
+        raise SystemExit(
+            "make tpu compiles a small C library, but this machine has no cc, gcc or clang. Install one of them, or "
+            "set CC."
+        )
     ENVIRONMENT.create(shared=True, first=f"import sys; sys.path.append({str(HERE)!r}); import tpu_on_cpu")
     ENVIRONMENT.install("--no-deps", "--require-hashes", "-r", HERE / "requirements.txt")
     header = ENVIRONMENT.packages / "xla_plugins" / "xla_cpu_pjrt" / "include"
@@ -44,19 +46,19 @@ def install() -> None:
 
 
 def environment() -> dict[str, str]:
-    """The variables under which a process of the environment sees one TPU."""
+    """Return the environment variables with which a process in the environment sees one TPU."""
     return {
         **os.environ,
         "TPU_LIBRARY_PATH": str(LIBRARY),
         "PACELINE_CPU_PLUGIN": str(ENVIRONMENT.packages / "lammps_jax_pjrt_cpu" / "pjrt_c_api_cpu_plugin.so"),
-        "TPU_SKIP_MDS_QUERY": "1",  # no question to a cloud's metadata service
+        "TPU_SKIP_MDS_QUERY": "1",  # no query to a cloud's metadata service
         "PACELINE_TEST_DEVICE": "tpu",
         "OMP_NUM_THREADS": "1",
     }
 
 
 def main() -> int:
-    """Make the environment and run the tests in it; return pytest's exit status."""
+    """Create the environment and run the tests in it; return pytest's exit status."""
     install()
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[1:]]
     return subprocess.run([ENVIRONMENT.python, "-m", "pytest", TEST, *options], cwd=ROOT, env=environment()).returncode

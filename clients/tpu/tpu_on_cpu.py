@@ -1,4 +1,4 @@
-"""Makes TorchTPU see one TPU, which is XLA on the CPU. The environment of ``make tpu`` imports this at its start."""
+"""Make TorchTPU see one TPU, emulated on the CPU. Python imports this on startup in the environment of ``make tpu``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-#: TorchTPU counts TPUs by the machine's PCI devices, in this module.
+#: The module in which TorchTPU counts the TPUs among the machine's PCI devices.
 HARDWARE = "torch_tpu._internal.utils.hardware"
 
 
 class _OneDevice(importlib.abc.Loader):
-    """Loads ``HARDWARE`` and lets it count one device."""
+    """Loads ``HARDWARE`` and makes it count one device."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -24,7 +24,7 @@ from .wrappers import prepared_optimizer, prepared_scheduler
 
 
 class _Folders(Folders):
-    """The folders of states, of which a limit covers only those that are named automatically."""
+    """The folders of saved states. Only folders that are named automatically count toward ``total_limit``."""
 
     def delete_old(self, newest: Location) -> None:
         """Delete states beyond ``total_limit`` if folders are named automatically."""
@@ -32,7 +32,7 @@ class _Folders(Folders):
             super().delete_old(newest)
         messages.ignored(
             "ProjectConfiguration",
-            "automatic_checkpoint_naming is False, so that the script names and deletes states itself",
+            "the script names and deletes states itself (automatic_checkpoint_naming is False)",
             total_limit=None if self.project.automatic_checkpoint_naming else self.project.total_limit,
         )
 
@@ -53,8 +53,8 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*args, **kwargs)
         self._deepspeed = self.state.deepspeed_plugin
         if isinstance(self._deepspeed, DeepSpeedPlugin):
-            self._deepspeed.show_precision(self.mixed_precision)
-        # Such loops skip to the resume position themselves, except with stateful dataloaders.
+            self._deepspeed.set_mixed_precision(self.mixed_precision)
+        # Loops for Accelerate skip to the resume position themselves, except with stateful data loaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.states.folders = _Folders(self.strategy, self.project_configuration)
         self.prepared.loader_kind = prepared
@@ -67,11 +67,12 @@ class Accelerator(accelerator.Accelerator):
         newest_is(self.gradient_state, replace=False)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Like ``paceline.Accelerator.prepare``; says that schedules advance once per update."""
+        """Like ``paceline.Accelerator.prepare``, but also reports that schedules advance once per update."""
         if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self._deepspeed is not None:
             if isinstance(self._deepspeed, DeepSpeedPlugin):
                 steps, split = self.gradient_accumulation_steps, self.dataloader_config.split_batches
                 self._deepspeed.fill(objects, steps, self.strategy.num_data_ranks, split)
+                self.prepared.clip_norm = self._deepspeed.clip_norm
             objects = tuple(created(objects, self._deepspeed))
         found = super().prepare(*objects, device_placement=device_placement)
         self._mark_models()
@@ -91,15 +92,15 @@ class Accelerator(accelerator.Accelerator):
             vars(model)["_is_accelerate_prepared"] = True
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-        """Like ``paceline.Accelerator.save_state``, but each process may pass a folder of its own."""
+        """Like ``paceline.Accelerator.save_state``, but processes may pass different folders; process 0's is used."""
         return super().save_state(self._one_folder(output_dir), *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Like ``paceline.Accelerator.load_state``, but each process may pass a folder of its own."""
+        """Like ``paceline.Accelerator.load_state``, but processes may pass different folders; process 0's is used."""
         super().load_state(self._one_folder(input_dir), *args, **kwargs)
 
     def _one_folder(self, folder: Any) -> Any:
-        """Return process 0's folder."""
+        """Return process 0's folder; report it once if the folders differ."""
         found = self.strategy.gather_objects(folder)
         if len(set(map(str, found))) > 1:
             messages.info_once(
@@ -127,14 +128,14 @@ class Accelerator(accelerator.Accelerator):
             )
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Return the loader if sequences are not split; loaders that split them are prepared with their model."""
+        """Return the loader unchanged if sequences are not split; otherwise, raise an error."""
         if self.parallelism_config is None or not self.parallelism_config.sp_enabled:
             return dl
         raise NotImplementedError(
             f"transformers.Trainer does not work with ParallelismConfig(sp_size={self.parallelism_config.sp_size}), "
             "because it would split sequences a second time (accelerator.deepspeed_ulysses_dl_adapter). In the "
-            f"Trainer, use cp_size={self.parallelism_config.sp_size} instead. In a loop of your own, leave out the "
-            "call of that method: accelerator.prepare(model, optimizer, loader) splits sequences already."
+            f"Trainer, use cp_size={self.parallelism_config.sp_size} instead. In a custom loop, remove the call to "
+            "that method, because accelerator.prepare(model, optimizer, loader) already splits sequences."
         )
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
@@ -143,21 +144,21 @@ class Accelerator(accelerator.Accelerator):
         return super().reduce(tensor, reduction)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Like ``paceline.Accelerator.clip_grad_norm_``; within a window it has no effect and warns once."""
+        """Like ``paceline.Accelerator.clip_grad_norm_``; within a window, it has no effect and reports so once."""
         self._tell_clipping()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Like ``paceline.Accelerator.clip_grad_value_``; within a window it has no effect and warns once."""
+        """Like ``paceline.Accelerator.clip_grad_value_``; within a window, it has no effect and reports so once."""
         self._tell_clipping()
         super().clip_grad_value_(parameters, clip_value)
 
     def _tell_clipping(self) -> None:
         if not self.sync_gradients and self._deepspeed is None:
             messages.info_once(
-                "Gradients are clipped once, when their window is complete. Accelerate clips what has accumulated "
-                "after each micro-batch. Losses differ from Accelerate's from here on. To clip once there too, write "
-                "`if accelerator.sync_gradients:` before the call.",
+                "Gradients are clipped once, when their accumulation window is complete. Accelerate clips the "
+                "accumulated gradients after each micro-batch. Losses differ from Accelerate's from here on. To clip "
+                "only once with Accelerate too, write `if accelerator.sync_gradients:` before the call.",
                 key="gradients are clipped once",
             )
 
@@ -174,8 +175,8 @@ class Accelerator(accelerator.Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like ``paceline.Accelerator.gather_for_metrics``, but also handles values repeated for each sample.
 
-        Loops for Accelerate gather ``loss.repeat(batch_size)`` to compute a mean weighted by batch size. For a batch
-        that is not full, or is split across processes, only one row per sample is kept.
+        Loops for Accelerate gather ``loss.repeat(batch_size)`` to compute a mean weighted by batch size. If a batch is
+        not full or is split across processes, only one row per sample is kept.
         """
         loader = self.gradient_state.active_dataloader
         if isinstance(loader, DataLoaderShard):

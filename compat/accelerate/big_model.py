@@ -42,9 +42,9 @@ def set_module_tensor_to_device(
 ) -> None:
     """Move the parameter or buffer named ``tensor_name`` to a device, and set its value and dtype if they are given.
 
-    The weight of a layer of bitsandbytes is quantized, unless it is already; ``fp16_statistics`` are then the scales of
-    8-bit weights. With ``clear_cache``, torch gives memory of replaced values back to their device.
-    ``tied_params_map`` has no effect.
+    The weight of a bitsandbytes layer is quantized unless it already is; if it is, ``fp16_statistics`` are the scales
+    of 8-bit weights. With ``clear_cache``, the memory of replaced values is returned to the device. ``tied_params_map``
+    has no effect.
     """
     _tell_ties("set_module_tensor_to_device", tied_params_map)
     moves = _set_tensor(module, tensor_name, device, value, dtype, fp16_statistics, non_blocking)
@@ -61,7 +61,7 @@ def _set_tensor(
     scales: Tensor | None = None,
     non_blocking: bool = False,
 ) -> bool:
-    """Set a tensor; return whether its old value took memory of an accelerator."""
+    """Set a tensor; return True if its old value occupied memory of an accelerator."""
     place, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(place)
     if name == "weight" and value is not None and "" in quantized_layers(owner):
@@ -75,7 +75,10 @@ def _set_tensor(
             f"{type(owner).__name__} has no parameter or buffer {name!r} (in {tensor_name!r}). Check the name."
         )
     if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
-        raise ValueError(f"{tensor_name} has a shape but no value yet, so it cannot be moved to {device}. Pass value=.")
+        raise ValueError(
+            f"{tensor_name} has a shape but no value yet, so it cannot be moved to {device}. Pass its value as "
+            "value=..."
+        )
     if value is not None and value.shape != old.shape:
         raise ValueError(
             f"{tensor_name} has shape {tuple(old.shape)}, but the value has shape {tuple(value.shape)}. Pass a "
@@ -95,7 +98,7 @@ def _tell_ties(where: str, tied_params_map: Any) -> None:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return the parameters and buffers with their names."""
+    """Yield the parameters and buffers with their names."""
     return named_tensors(module, recurse, include_buffers, remove_non_persistent)
 
 
@@ -111,13 +114,13 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Any, float]:
-    """Like Paceline's function of this name, but without a limit for the disk if none is given."""
+    """Like Paceline's function of the same name, but without a disk limit if none is passed."""
     return _without_disk(infer_device_map.get_max_memory(max_memory), max_memory)
 
 
 @functools.wraps(infer_device_map.get_balanced_memory)
 def get_balanced_memory(model: nn.Module, max_memory: Any = None, *args: Any, **kwargs: Any) -> dict[Any, float]:
-    """Like Paceline's function of this name, but without a limit for the disk if none is given."""
+    """Like Paceline's function of the same name, but without a disk limit if none is passed."""
     return _without_disk(infer_device_map.get_balanced_memory(model, max_memory, *args, **kwargs), max_memory)
 
 
@@ -127,14 +130,14 @@ def _without_disk(limits: dict[Any, float], given: Mapping[Any, Any] | None) -> 
 
 @functools.wraps(infer_device_map.infer_auto_device_map)
 def infer_auto_device_map(*args: Any, **kwargs: Any) -> OrderedDict[str, Any]:
-    """Like Paceline's function of this name, but return an OrderedDict."""
+    """Like Paceline's function of the same name, but return an OrderedDict."""
     return OrderedDict(infer_device_map.infer_auto_device_map(*args, **kwargs))
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the size in bytes of a model and of its largest part, with the names of all parts of that size.
 
-    The parts of a model without modules in it are its own tensors.
+    For a model without submodules, the parts are its own tensors.
     """
     sizes = Sizes(model)
     parts = [
@@ -171,7 +174,7 @@ def get_module_size_with_ties(
 ) -> tuple[int, list[str], list[Any]]:
     """Return the total size in bytes of a module and the modules tied to it, and the tied modules' names and objects.
 
-    Each tied tensor is counted once. The modules come in the order of ``tied_params``.
+    Each tied tensor is counted once. The modules are in the order of ``tied_params``.
     """
     owners = [[one for one in modules_to_treat if tied.startswith(f"{one[0]}.")] for tied in tied_params]
     with_ties = {found[0][0]: found[0][1] for found in owners if found}
@@ -220,7 +223,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Tensor]:
-    """Return the tensors in one file, placed according to a device map."""
+    """Load the tensors in one file onto the devices in a device map and return them by name."""
     found = dict(mapped_tensors(Path(checkpoint_file)))
     if device_map is None:
         return found
@@ -313,7 +316,8 @@ def attach_execution_device_hook(
 ) -> None:
     """Make each module that has its own tensors move its inputs to a device.
 
-    The modules inside a module of ``preload_module_classes`` leave that to it. ``tied_params_map`` has no effect.
+    A module whose class is in ``preload_module_classes`` does so for all its submodules. ``tied_params_map`` has no
+    effect.
     """
     _tell_ties("attach_execution_device_hook", tied_params_map)
     whole = type(module).__name__ in (preload_module_classes or ())
@@ -334,7 +338,7 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Make a module move its inputs to the execution device, and its parts load their weights there when they run.
+    """Make a module move its inputs to the execution device and its submodules load their weights when they run.
 
     ``module_name`` is the prefix of the names in ``weights_map``; ``tied_params_map`` has no effect.
     """

@@ -1,4 +1,4 @@
-"""``accelerate``'s parsers and functions behind its commands; Paceline's own commands run them."""
+"""The parsers and functions behind ``accelerate``'s commands, implemented with Paceline's own commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ default_yaml_config_file = str(Path(cache_dir) / "default_config.yaml")
 
 
 class _Parser(ArgumentParser):
-    """A parser that also gives the script its names in Accelerate."""
+    """A parser whose result also has Accelerate's names for the script and its arguments."""
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         found, rest = super().parse_known_args(*args, **kwargs)
@@ -81,7 +81,7 @@ get_config_parser = config_command_parser
 
 
 def config_command(args: Namespace) -> None:
-    """Ask for the settings and write the settings file."""
+    """Prompt for the settings and write the settings file."""
     _run("config", args)
 
 
@@ -135,7 +135,7 @@ def main() -> None:
 
 @dataclass
 class BaseConfig:
-    """The settings of a configuration file, by Accelerate's names."""
+    """The settings in a configuration file, under Accelerate's names."""
 
     compute_environment: Any = "LOCAL_MACHINE"
     distributed_type: Any = "NO"
@@ -144,13 +144,13 @@ class BaseConfig:
     debug: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that are not None or empty."""
+        """Return the settings that are neither None nor empty."""
         return {name: value for name, value in asdict(self).items() if value not in (None, {})}
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> Any:
-        """Read a file, by default the one in use."""
-        content = files.load(Path(yaml_file or default_config_file))
+        """Read a configuration file; by default, the one in use."""
+        content = cls.process_config(files.load(Path(yaml_file or default_config_file)))
         unknown = sorted(content.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             raise ValueError(
@@ -159,18 +159,41 @@ class BaseConfig:
             )
         return cls(**content)
 
-    from_json_file = from_yaml_file
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str] | None = None) -> Any:
+        """Read a configuration file; by default, the one in use."""
+        return cls.from_yaml_file(json_file)
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Write the settings to a file, in the format of its ending."""
+        """Write the settings to a file, in the format that its suffix selects."""
         files.write_file(yaml_file, self.to_dict())
 
-    to_json_file = to_yaml_file
+    def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
+        """Write the settings to a file, in the format that its suffix selects."""
+        self.to_yaml_file(json_file)
+
+    @staticmethod
+    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+        """Replace the names of older files, and set what they leave out; changes and returns ``config_dict``."""
+        fp16, backend = config_dict.pop("fp16", False), config_dict.pop("dynamo_backend", None)
+        if backend is not None:
+            config_dict["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
+        defaults = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "NO",
+            "mixed_precision": "fp16" if fp16 else None,
+            **dict.fromkeys(("use_cpu", "debug", "enable_cpu_affinity"), False),
+        }
+        found = {**defaults, **config_dict}
+        if found["distributed_type"] == "NO":
+            found.setdefault("num_processes", 1)
+        config_dict.update(found)
+        return config_dict
 
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """The settings for machines of one's own."""
+    """The settings for the user's own machines."""
 
     num_processes: int = -1
     machine_rank: int = 0
@@ -204,13 +227,13 @@ class ClusterConfig(BaseConfig):
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
-    """Return the environment of the processes that ``paceline launch`` would start with these arguments."""
+    """Return the environment variables of the processes that ``paceline launch`` would start with these arguments."""
     settings = resolve(flags=_module("launch_flags").given(args), config_file=args.config_file)
     return {**os.environ, **{name: value for name, value in hand_over(settings).items() if name != FLAGS}}
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command of one process, and its environment."""
+    """Return the command and environment variables of a single process."""
     return [sys.executable, args.training_script, *args.training_script_args], prepare_multi_gpu_env(args)
 
 
@@ -225,5 +248,5 @@ DYNAMO_BACKENDS = DynamoBackend.list()
 
 
 def _validate_launch_command(args: Namespace) -> tuple[Namespace, None, bool]:
-    """Return the arguments; the launcher itself reads the configuration file and checks them."""
+    """Return the arguments unchanged, because the launcher itself reads the configuration file and checks them."""
     return args, None, str(getattr(args, "mixed_precision", None)) != "None"

@@ -25,7 +25,7 @@ class ParallelismConfig(parallelism_config.ParallelismConfig):
             self.cp_handler = TorchContextParallelConfig(settings["parallelism_config_cp_comm_strategy"])
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the names and the sizes of the active dimensions, outermost first."""
+        """Return the names and sizes of the active dimensions, outermost first."""
         names = tuple(self.active_mesh_dims)
         return names, tuple(self.size(name) for name in names)
 
@@ -40,6 +40,6 @@ class TorchDynamoPlugin(plugins.TorchDynamoPlugin):
         super().__post_init__()
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the ``torch.compile`` arguments that are set, here or in the environment."""
+        """Return the ``torch.compile`` arguments that are set in this object or in the environment."""
         found = plugins.TorchDynamoPlugin(**vars(self)).to_kwargs()
         return found if self.compiles else {name: value for name, value in found.items() if name != "backend"}

@@ -1,4 +1,4 @@
-"""``accelerate``'s helpers that programs seldom call themselves."""
+"""``accelerate``'s helpers that programs rarely call themselves."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ...processes.device_transfer import move
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type | None:
-    """Return the class with this name of a module or one inside it; None if there is none."""
+    """Return the class named ``name`` of a module or one of its submodules; None if there is none."""
     return next((type(one) for one in module.modules() if type(one).__name__ == name), None)
 
 
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: Any
 ) -> set[nn.Parameter]:
-    """Return the parameters of some modules, which are moved to ``device``; a text is a pattern for their names."""
+    """Move modules to ``device`` and return their parameters. A string is a regular expression for module names."""
     if isinstance(modules, str):
         pattern = re.compile(modules)
         modules = [one for name, one in model.named_modules() if pattern.fullmatch(name)]
@@ -46,17 +46,17 @@ def get_parameters_from_modules(
 
 
 def is_repeated_blocks(module: Any) -> bool:
-    """Return True for a ModuleList whose modules all have the same class."""
+    """Return True if ``module`` is a ModuleList whose modules all have the same class."""
     return isinstance(module, nn.ModuleList) and len({type(one) for one in module}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return True if a module, or one inside it, is a list of blocks of the same class."""
+    """Return True if a module or one of its submodules is a list of blocks of the same class."""
     return any(map(is_repeated_blocks, module.modules()))
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Return the names that are not the beginning of another name."""
+    """Return the names that are not a dotted prefix of another name."""
     inner = {name.rpartition(".")[0] for name in module_sizes if name}
     every = {".".join(name.split(".")[:end]) for name in inner for end in range(1, name.count(".") + 2)} | {""}
     return [name for name in module_sizes if name not in every]
@@ -69,7 +69,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str]) -> bool:
-    """Return True for a linear layer that is not listed and whose sizes 16 divides."""
+    """Return True for a linear layer that is not listed and whose sizes are multiples of 16."""
     if not isinstance(module, nn.Linear) or fqn in layers_to_filter:
         return False
     return not module.in_features % 16 and not module.out_features % 16
@@ -81,7 +81,7 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return True if two devices are the same; without an index, a device means the first of its kind."""
+    """Return True if two devices are the same; a device without an index is the first of its type."""
     if first_device.type != second_device.type:
         return False
     return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
@@ -93,7 +93,7 @@ def move_to_device(state: Any, device: Any) -> Any:
 
 
 def patch_optimizer_step(accelerated_optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that records that the optimizer stepped, and then calls ``method``."""
+    """Return a function that records that the optimizer stepped, then calls ``method``."""
 
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -119,12 +119,12 @@ TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.ite
 
 
 def get_shape(data: Any) -> Any:
-    """Replace each tensor with the list of its sizes."""
+    """Return ``data`` with each tensor replaced by its shape, as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the shape and the dtype's number of the tensor that one process has."""
+    """Return the shape and dtype number of a tensor that only one process has."""
     found = PartialState().strategy.gather_objects(
         None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
     )
@@ -144,7 +144,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
             if found:
                 listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
                 raise DistributedOperationException(
-                    f"{function.__name__} needs tensors of the same shapes on every rank, but got {listed}. Make the "
+                    f"{function.__name__} needs tensors of the same shape on every rank, but got {listed}. Make the "
                     "shapes equal, for example with pad_across_processes."
                 )
         return function(tensor, *args, **kwargs)
@@ -171,7 +171,7 @@ SharedDict = dict
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A descriptor for a dict that all objects of a class share, with one dict per thread."""
+    """Descriptor for a dict that all instances of a class share, with a separate dict per thread."""
 
     def __init__(self, thread_local: bool = False) -> None:
         self._storage: dict[str, Any] = {}
@@ -201,7 +201,7 @@ torch_version = Version(Version(torch.__version__).base_version)
 
 
 class ConversionStatus(Enum):
-    """What happened to a key of an FSDP 1 configuration."""
+    """Result of converting one key of an FSDP 1 configuration."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1
@@ -209,7 +209,7 @@ class ConversionStatus(Enum):
 
 @dataclass
 class CPUInformation:
-    """The ranks of a process on CPUs, and how many there are."""
+    """The ranks and world sizes of a process that runs on CPUs."""
 
     rank: int = 0
     world_size: int = 1
@@ -227,7 +227,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the GPUs and their number."""
+    """Return the names and the number of the GPUs."""
     count = CUDA_KIND.count()
     return [CUDA_KIND.name_of(index) for index in range(count)], count
 
@@ -238,7 +238,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Do nothing: `paceline launch --enable_cpu_affinity` binds processes to cores."""
+    """Do nothing, because `paceline launch --enable_cpu_affinity` binds processes to cores."""
     messages.info_once("set_numa_affinity has no effect. Use `paceline launch --enable_cpu_affinity`.")
 
 
@@ -246,22 +246,22 @@ override_numa_affinity = set_numa_affinity
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Set the variable that lets one process read the weights."""
+    """Set the environment variable that makes only one process read the weights."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Set the variable that lets every process read the weights."""
+    """Set the environment variable that makes every process read the weights."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
 
 
 def test_launch() -> None:
-    """Join the process group, to see that it works."""
+    """Join the process group, as a check that this works."""
     PartialState()
 
 
 def get_free_port() -> int:
-    """Return a port that nothing on this machine listens on."""
+    """Return a free port on this machine."""
     with socket.socket() as one:
         one.bind(("localhost", 0))
         return one.getsockname()[1]

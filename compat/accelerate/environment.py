@@ -32,7 +32,7 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for a word that means yes, and 0 for one that means no; True and False with ``to_bool``."""
+    """Return 1 for a word that means yes and 0 for one that means no; with ``to_bool``, return True or False."""
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(messages.unknown("truth value", value, (*_TRUE, *_FALSE)))
@@ -190,7 +190,7 @@ def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
 ) -> Path | bool:
     """Write a configuration file (by default, the user's own). Return its path, or False if it already exists."""
-    messages.ignored("write_basic_config", "the file holds only mixed_precision", False, **more)
+    messages.ignored("write_basic_config", "the file contains only mixed_precision", False, **more)
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
         messages.warn(f"{path} already exists and was left unchanged. Delete it to write a new one.")

@@ -1,9 +1,9 @@
-"""Losses that a loop gathers once per sample, so that their mean is weighted by the number of samples.
+"""Handle losses that a loop gathers once per sample, so that their mean is weighted by the number of samples.
 
 Such loops call ``gather_for_metrics(loss.repeat(batch_size))`` with a loss that is the mean over a process's samples.
-``transformers.Trainer`` also gathers the number of items (tokens) in the batch before, divides the sum over its own
-items by that number, and multiplies it by the number of processes. Then the mean of all processes' losses is the loss
-of the batch, whichever numbers of samples they have.
+``transformers.Trainer`` first gathers the number of items (tokens) in the batch, divides the sum over its own items by
+that number, and multiplies it by the number of processes. The mean of all processes' losses is then the loss of the
+batch, even if the processes have different numbers of samples.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .loaders import DataLoaderShard
 
 
 def note_items(state: GradientState, gathered: Any) -> None:
-    """Remember a number of items that a loop gathers for the last batch of a pass."""
+    """Store the number of items that a loop gathers for the last batch of a pass."""
     number = isinstance(gathered, Tensor) and gathered.dtype == torch.int64 and not gathered.dim()
     if number and state.end_of_dataloader:
         state.counted = state.active_dataloader, gathered
 
 
 def once_per_sample(data: Any, loader: DataLoaderShard, state: GradientState, strategy: Strategy, split: bool) -> Any:
-    """Return what a loop gathers for a batch, with as many rows of repeated losses as this process has samples.
+    """Return the data that a loop gathers for a batch, with one row of repeated losses per sample of this process.
 
     Every process must call this.
 
     Args:
-        data: what the loop gathers.
+        data: the data that the loop gathers.
         loader: the loader of the batch.
-        state: the state of the Accelerator that gathers.
-        strategy: its strategy.
-        split: whether processes share batches, so that each repeats its loss for the samples of all.
+        state: the gradient state of the Accelerator that gathers.
+        strategy: the Accelerator's strategy.
+        split: whether processes share batches, so that each repeats its loss for all processes' samples.
     """
     total = loader.total_batch_size or 0
     full = total // strategy.num_data_ranks
@@ -57,7 +57,7 @@ def _is_repeated(value: Any, size: int) -> bool:
 
 
 def _loss_of_all(value: Any, size: int, samples: int, short: bool, state: GradientState, strategy: Strategy) -> Any:
-    """Return the loss of the last batch on all processes if ``value`` repeats this process's part; else ``value``."""
+    """Return the last batch's loss over all processes if ``value`` repeats this process's part; else ``value``."""
     loader, items = state.counted or (None, None)
     if items is None:
         return value
@@ -69,6 +69,6 @@ def _loss_of_all(value: Any, size: int, samples: int, short: bool, state: Gradie
     state.counted = loader, None
     if not uneven.any():
         return value
-    # A process without samples of its own repeats another one's, which the number of items must not include.
+    # A process without samples repeats another process's, whose items must not be counted twice.
     whole = (losses * counts).mean() * numbers.sum() / (numbers * counts).sum()
     return torch.full_like(value, whole.item())

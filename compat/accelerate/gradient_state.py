@@ -1,4 +1,4 @@
-"""``GradientState()``, which stands for the newest Accelerator's accumulation window."""
+"""``GradientState()``, which returns the state of the newest Accelerator's accumulation window."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class _OfTheLast(type):
 class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
     """The accumulation window of the newest Accelerator; each Accelerator has its own.
 
-    Without an Accelerator, a state with the default settings.
+    If there is no Accelerator, this is a state with the default settings.
     """
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the state, so that the next Accelerator, or the next call, provides another one."""
+        """Forget the state, so that the next Accelerator or the next call provides a new one."""
         _OfTheLast.last = _OfTheLast.alone = None
 
 
 def newest_is(state: accumulation.GradientState, replace: bool = True) -> None:
-    """Make ``GradientState()`` return this state; without ``replace``, only if no Accelerator has one."""
+    """Make ``GradientState()`` return this state; without ``replace``, only if there is no Accelerator's state yet."""
     if replace or _OfTheLast.last is None or _OfTheLast.last() is None:
         _OfTheLast.last = weakref.ref(state)

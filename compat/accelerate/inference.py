@@ -1,4 +1,4 @@
-"""``accelerate.prepare_pippy``: a model spread over processes for inference, by torch.distributed.pipelining."""
+"""``accelerate.prepare_pippy``: distribute a model over processes for inference, with torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Spread a model's layers over the processes, for inference. Returns the same object; every process must call this.
+    """Distribute a model's layers over the processes for inference; return the model. Every process must call this.
 
-    Process 0 reads the inputs, the last process has the outputs, and the other results are None. Parts of a batch are
-    in different processes at the same time.
+    Process 0 reads the inputs. The last process returns the outputs, and all others return None. The processes work on
+    different parts of a batch at the same time.
 
     Args:
         model: the model. torch exports its graph with the example inputs, so its shapes must not depend on values.
@@ -67,7 +67,7 @@ def prepare_pippy(
 
 
 def _refuse_other_parts(model: nn.Module, split_points: Sequence[str], world: int) -> None:
-    """Raise if the parts are not as many as the processes, or begin at modules that do not exist."""
+    """Raise an error unless there is one part per process and each begins at an existing module."""
     known = [name for name, _ in model.named_modules() if name]
     for name in split_points:
         if name not in known:
@@ -80,7 +80,7 @@ def _refuse_other_parts(model: nn.Module, split_points: Sequence[str], world: in
 
 
 def _forward(schedule: Any, size: int, gather_output: bool) -> Callable[..., Any]:
-    """Return the forward of a model whose pipeline takes ``size`` rows at a time."""
+    """Return the forward method of a model whose pipeline takes ``size`` rows at a time."""
     state = PartialState()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def _forward(schedule: Any, size: int, gather_output: bool) -> Callable[..., Any
 
 
 def _equal_parts(model: nn.Module, count: int, whole: Sequence[str]) -> list[str]:
-    """Return the names of the first modules of all parts but the first."""
+    """Divide a model into equal parts; return the name of the first module of each part but the first."""
     blocks = [(name, sum(one.numel() for one in block.parameters())) for name, block in _blocks(model, "", whole)]
     if len(blocks) < count:
         raise ValueError(
@@ -116,7 +116,7 @@ def _equal_parts(model: nn.Module, count: int, whole: Sequence[str]) -> list[str
 
 
 def _blocks(module: nn.Module, prefix: str, whole: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The modules with parameters that lists and sequences hold, in order."""
+    """Return the modules with parameters in order, including those inside lists and sequences."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
         full = f"{prefix}{name}"

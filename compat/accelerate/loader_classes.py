@@ -1,4 +1,4 @@
-"""``accelerate``'s loader classes: prepared loaders are their instances, and programs can create them by hand."""
+"""``accelerate``'s loader classes. Prepared loaders are instances of them, and programs can create them directly."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class SkipDataLoader(DataLoaderAdapter):
 
 
 class DataLoaderShard(DataLoaderAdapter):
-    """A loader whose data already is this process's shard, or the loader that ``prepare`` returns.
+    """A loader whose data is already this process's shard, or the loader that ``prepare`` returns.
 
     Args:
         dataset: the dataset.
         device: where to move batches; None leaves them on the CPU.
-        rng_types: RNG states that all processes take from process 0 when a pass begins.
-        synchronized_generator: the generator that ``"generator"`` in ``rng_types`` stands for.
+        rng_types: RNG states that all processes copy from process 0 when a pass begins.
+        synchronized_generator: the generator that ``"generator"`` in ``rng_types`` refers to.
         skip_batches: number of batches to skip at the beginning of each pass.
         use_stateful_dataloader: whether the loader is also a torchdata StatefulDataLoader.
         **kwargs: arguments of DataLoader. Accelerate's private arguments are accepted and ignored.
@@ -104,7 +104,7 @@ class DataLoaderShard(DataLoaderAdapter):
 
 
 class DataLoaderDispatcher(DataLoaderAdapter):
-    """A loader that process 0 reads for all processes, or such a loader that ``prepare`` returns.
+    """A loader that process 0 reads for all processes. ``prepare`` can also return such a loader.
 
     Args:
         dataset: the dataset.
@@ -147,7 +147,7 @@ def prepared(
 
 
 def _own_shards(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
-    """Let each process read its own files of a ``datasets`` stream, if they can be divided equally."""
+    """Make each process read its own files of a ``datasets`` stream, if they can be divided equally."""
     dataset: Any = loader.dataset
     world, shards = strategy.num_data_ranks, getattr(dataset, "num_shards", None)
     if world == 1 or not shards or shards % world or not type(dataset).__module__.startswith("datasets."):
@@ -157,14 +157,14 @@ def _own_shards(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """Return a loader's sampler of single samples; None if there is none."""
+    """Return the sampler that yields a loader's sample indices; None if there is none."""
     return loaders.sampler_of(dataloader)
 
 
 def _public(arguments: dict[str, Any]) -> dict[str, Any]:
     messages.ignored(
         "DataLoaderShard",
-        "the loader's processes are those of the run",
+        "the loader uses the run's processes",
         torch_device_mesh=arguments.get("torch_device_mesh"),
     )
     private = ("_drop_last", "_non_blocking", "torch_device_mesh")

@@ -1,13 +1,15 @@
-"""Prepared loaders with Accelerate's order: the same script with the same seed draws the same random numbers."""
+"""Prepared loaders with Accelerate's order: the same script with the same seed uses the same random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ... import messages
 from ...accelerator.dispatched_loader import Dispatched
@@ -22,15 +24,15 @@ from ...strategies.base import Strategy
 
 
 class DataLoaderShard(PreparedLoader):
-    """A prepared loader whose shuffling and random numbers are Accelerate's.
+    """A prepared loader that shuffles and draws random numbers as Accelerate does.
 
-    On one process the loader draws its order from torch's global generator, as without Accelerate. On several, its
-    sampler gets a generator of its own, seeded with one draw of the global one. With ``use_seedable_sampler`` the order
+    With one process, the loader draws its order from torch's global generator, as without Accelerate. With several, its
+    sampler gets its own generator, seeded with one draw from the global one. With ``use_seedable_sampler``, the order
     depends on the seed and the number of complete passes. The next batch is always fetched before the current one is
-    handed out. Iterable datasets are read by process 0.
+    yielded. Process 0 reads iterable datasets for all processes.
 
     Args:
-        **options: other arguments of ``PreparedLoader``; the loader decides on a seed itself.
+        **options: other arguments of ``PreparedLoader``, except ``seed``, which the loader chooses itself.
     """
 
     def __init__(
@@ -44,32 +46,34 @@ class DataLoaderShard(PreparedLoader):
         sampler, options["seed"] = sampler_of(loader), None
         messages.ignored(
             "DataLoaderConfiguration",
-            "use_seedable_sampler is False, so that torch's global generator decides the order",
+            "torch's global generator determines the order (use_seedable_sampler is False)",
             data_seed=None if config.use_seedable_sampler else config.data_seed,
         )
         central = dispatches(loader, config, device_placement)
         if central:
             loader = replaced(loader, generator=None)
-        if config.use_seedable_sampler:
-            if isinstance(sampler, RandomSampler):
-                own = torch.initial_seed() if config.data_seed is None else config.data_seed
-                options["seed"] = _shared(strategy.gather_objects(own))
-                sampler.generator = torch.Generator()
-        elif not central and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
+        early = config.use_stateful_dataloader and (strategy.num_data_ranks == 1 or not central)
+        shares = not (config.use_seedable_sampler or central) and strategy.num_data_ranks > 1
+        if shares and getattr(sampler, "generator", loader) is None:
             sampler.generator = torch.Generator().manual_seed(_draw())
-        if config.use_stateful_dataloader and isinstance(sampler, RandomSampler):
-            _tell(
-                "With use_stateful_dataloader=True the order of shuffling is the same as without it. With Accelerate, "
-                "it is that of torchdata's sampler.",
-                key="torchdata's order",
-            )
+        before = _first_draws(loader) if early else None
+        if config.use_seedable_sampler and isinstance(sampler, RandomSampler):
+            own = torch.initial_seed() if config.data_seed is None else config.data_seed
+            options["seed"] = _shared(strategy.gather_objects(own))
+            sampler.generator = torch.Generator()
+            if early and loader.num_workers:
+                _tell(
+                    "With use_stateful_dataloader=True and workers, the seedable sampler decides the order of every "
+                    "pass. With Accelerate, torch's global generator decides that of the first one.",
+                    key="the first pass of a stateful loader",
+                )
         config = replace(config, dispatch_batches=central, data_seed=None)
-        vars(self).update(_sampler=sampler, _first=True)
+        vars(self).update(_sampler=sampler, _first=True, _before=before)
         super().__init__(loader, strategy, config, device_placement=device_placement, **options)
 
     @property
     def iteration(self) -> int:
-        """Index of the current pass, or of the next one between passes."""
+        """Index of the current pass; between passes, the index of the next one."""
         return self.epoch
 
     @iteration.setter
@@ -77,7 +81,7 @@ class DataLoaderShard(PreparedLoader):
         self.set_epoch(iteration)
 
     def begin(self) -> None:
-        """Record that a pass has begun. Passes do so themselves; for loops that read the loader in another way."""
+        """Record that a pass has begun, for code that reads the batches without iterating over this loader."""
         self.reset()
         self.gradient_state.begin(self)
 
@@ -93,8 +97,8 @@ class DataLoaderShard(PreparedLoader):
     def samples(self) -> int:
         """Number of samples in the most recent batch, not counting repeated ones.
 
-        A batch may have more rows than samples (pairs of texts), or fewer (texts joined into one row), so the number
-        follows from the sampler where possible.
+        A batch may have more rows than samples (pairs of texts), or fewer (texts joined into one row), so the number is
+        computed from the sampler where possible.
         """
         batches: Any = self.base.batch_sampler
         total, size, world = length_of(sampler_of(self.base)), self.total_batch_size, self.strategy.num_data_ranks
@@ -105,7 +109,10 @@ class DataLoaderShard(PreparedLoader):
         return round(self.last_share * left / world) if left else size // world
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
-        strategy = self.strategy
+        strategy, now = self.strategy, None
+        if self._before is not None and start == 0 and resume is None:
+            now = torch.get_rng_state()
+            torch.set_rng_state(self._before)
         if strategy.num_data_ranks > 1:
             if isinstance(self._source, Dispatched):
                 if strategy.global_rank:
@@ -113,8 +120,11 @@ class DataLoaderShard(PreparedLoader):
             else:
                 for generator in users_generators(self._source):
                     generator.set_state(strategy.broadcast(generator.get_state()))
-        vars(self)["_first"] = False
-        return super()._batches(epoch, start, resume)
+        vars(self).update(_first=False, _before=None)
+        found = super()._batches(epoch, start, resume)
+        if now is not None:
+            found.prepare = partial(torch.set_rng_state, now)
+        return found
 
     def _settle_order(self, epoch: int) -> int | None:
         if self.seed is not None:
@@ -131,11 +141,11 @@ class DataLoaderShard(PreparedLoader):
         return super()._continue(position)
 
     def _tell_order(self) -> None:
-        """After a state is loaded that was saved inside a pass, say where the order is not Accelerate's."""
+        """Report how the order differs from Accelerate's after loading a state that was saved inside a pass."""
         if isinstance(self._sampler, RandomSampler) and (self.seed is None or not self._first):
             _tell(
-                "The pass in which the loaded state was saved continues in its own order, so that each sample comes "
-                "once. With Accelerate, the rest of the pass comes from another order.",
+                "The pass in which the loaded state was saved continues in its own order, so that each sample "
+                "appears once. Accelerate takes the rest of the pass from a different order.",
                 key="the order of an interrupted pass",
             )
 
@@ -143,41 +153,42 @@ class DataLoaderShard(PreparedLoader):
         return True
 
     def _yield_batches(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
-        """The batches of a pass. A pass that the loop leaves early does not count: the next one repeats it."""
+        """Yield the batches of a pass. A pass that the loop leaves early does not count, so the next one repeats it."""
         use, self._place.epoch = FirstUse(self.gradient_state), one.epoch
         try:
             yield from super()._yield_batches(one, iterator)
             self._place.epoch += 1
-        finally:  # some loops take the last batch, but do not ask for another one
+        finally:  # some loops stop after the last batch without exhausting the iterator
             if use.seen and self.end_of_dataloader:
                 self._tell_differences()
 
     def _tell_differences(self) -> None:
-        """After a pass that trained, say where its numbers, or those of the next pass, are not Accelerate's."""
+        """Report how a training pass, or the next one, differs from Accelerate's."""
         state, world = self.gradient_state, self.strategy.num_data_ranks
         window, steps = state.window, state.num_steps
         if window.complete and not window.free and 0 < window.count < steps:
             _tell(
-                f"The last window of a pass has {window.count} of {steps} micro-batches. Its gradient is their mean; "
-                f"Accelerate divides their sum by {steps}.",
+                f"The last window of a pass has {window.count} of {steps} micro-batches. Its gradient is their mean, "
+                f"whereas Accelerate divides their sum by {steps}.",
                 key="the last window is short",
             )
         if steps > 1 and sum(one.count > 0 for one in state.windows.values()) > 1:
             _tell(
-                "Each argument of accumulate has a window of its own. Accelerate counts all accumulate blocks in one "
-                "window.",
+                "Each argument of accumulate has its own accumulation window. Accelerate counts all accumulate "
+                "blocks in one window.",
                 key="several windows",
             )
         if world > 1 and self.remainder > 0:
             theirs = "repeats other samples" if self._even else "fills the batches of the first processes"
             _tell(
-                f"The last {self.remainder} of {self.total_dataset_length} samples do not fill a batch on each of "
-                f"{world} processes. The processes share them, so that each sample counts once; Accelerate {theirs}.",
+                f"The dataset's last samples ({self.remainder} of {self.total_dataset_length}) do not fill a batch on "
+                f"each of {world} processes. The processes share them, so that each sample counts once, whereas "
+                f"Accelerate {theirs}.",
                 key="the last batches are not full",
             )
         if self._skip and self.seed is not None:
             _tell(
-                "The pass after one over skip_first_batches(...) has the order of the next epoch. Accelerate's "
+                "The pass after one over skip_first_batches(...) uses the order of the next epoch. Accelerate's "
                 "seedable sampler repeats the order of the pass that skipped batches.",
                 key="the order after a pass that skipped batches",
             )
@@ -188,29 +199,46 @@ def _tell(difference: str, key: str) -> None:
 
 
 def dispatches(loader: DataLoader[Any], config: DataLoaderConfiguration, device_placement: bool) -> bool:
-    """Whether process 0 reads a loader for all processes."""
+    """Return True if process 0 reads a loader for all processes."""
     if config.dispatch_batches is None:
         return device_placement and isinstance(loader.dataset, IterableDataset)
     return config.dispatch_batches
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """The sampler of a loader's batch sampler; None if there is none."""
+    """Return the sampler of a loader's batch sampler; None if there is none."""
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     return getattr(batches, "sampler", None)
 
 
 def _draw() -> int:
-    """A seed from torch's global generator."""
+    """Draw a seed from torch's global generator."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
+def _first_draws(loader: DataLoader[Any]) -> Tensor | None:
+    """Draw the numbers that start the first pass, as Accelerate does when it prepares a stateful loader.
+
+    Returns:
+        The state of the global generator before these draws; None if the pass makes them itself.
+    """
+    before, sampler = torch.get_rng_state(), sampler_of(loader)
+    if loader.num_workers and not isinstance(sampler, (RandomSampler, SequentialSampler, type(None))):
+        return None
+    if loader.generator is None:
+        _draw()
+    if loader.num_workers and getattr(sampler, "generator", loader) is None:
+        _draw()
+    return before
+
+
 def _shared(seeds: list[int]) -> int:
-    """Process 0's seed."""
+    """Return process 0's seed; report it once if the seeds differ."""
     if len(set(seeds)) > 1:
         messages.info_once(
             "The processes have different seeds (set_seed(..., device_specific=True)). They all shuffle with process "
-            "0's, so that each sample comes once; with Accelerate's seedable sampler each has its own order, and "
-            "samples are repeated and left out. DataLoaderConfiguration(data_seed=...) chooses the seed."
+            "0's seed, so that each sample appears once. With Accelerate's seedable sampler, each process has its "
+            "own order, so samples are repeated or left out. To choose the seed, pass "
+            "DataLoaderConfiguration(data_seed=...)."
         )
     return seeds[0]

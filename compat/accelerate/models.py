@@ -1,4 +1,4 @@
-"""``accelerate``'s functions for modules, for weights, and for the files of sharded models.
+"""``accelerate``'s functions for modules, weights, and the files of sharded models.
 
 These files contain full state dicts even if the plugin requests sharded ones, so any number of processes can read
 them. To save shards, use ``accelerator.save_state()``.
@@ -151,7 +151,7 @@ def _tell_whole(where: str, fsdp_plugin: Any) -> None:
     asked = str(getattr(fsdp_plugin, "state_dict_type", None))
     messages.ignored(
         where,
-        "these files always hold the full state; accelerator.save_state() saves shards",
+        "these files always contain the full state; accelerator.save_state() saves shards",
         state_dict_type=asked if "SHARDED" in asked.upper() else None,
     )
 
@@ -161,7 +161,7 @@ def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:
 
 
 def _write(accelerator: own.Accelerator, state: dict[str, Any], path: Path) -> None:
-    """Write the file atomically on the main process, while the other processes wait for it."""
+    """Write the file atomically on the main process while the other processes wait."""
     if accelerator.is_main_process:
         save_object(state, path, False)
     accelerator.wait_for_everyone()

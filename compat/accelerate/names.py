@@ -12,7 +12,7 @@ from typing import Any
 from ..finder import UNKNOWN, Package, Target, placeholder, surface
 from . import probes
 
-#: The version of Accelerate that has these names; programs see it as the installed version.
+#: The version of Accelerate that has these names; programs see this version as the installed one.
 VERSION = "1.15.0"
 SURFACE = surface("accelerate")
 

@@ -12,13 +12,13 @@ from packaging.version import Version
 
 from ... import messages
 
-#: Names for ``is_..._available`` that are package names.
+#: Names in ``is_..._available`` that are package names.
 _PACKAGES = (
     "aim amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib msamp numpy pandas peft "
     "pynvml pytest rich sagemaker schedulefree swanlab timm torchao torchdata torchvision tqdm trackio "
     "transformer_engine transformers triton wandb"
 )
-#: Names for ``is_..._available``, each with packages of which at least one must be installed.
+#: Names in ``is_..._available``, each with packages of which at least one must be installed.
 _OTHER_PACKAGES = {
     "4bit_bnb": "bitsandbytes",
     "8bit_bnb": "bitsandbytes",
@@ -27,10 +27,10 @@ _OTHER_PACKAGES = {
     "tensorboard": "tensorboard tensorboardX",
     "torchdata_stateful_dataloader": "torchdata",
 }
-#: Names of ``is_..._available`` functions that always return False, because Paceline does not support the packages and
-#: devices that they stand for.
+#: Names in ``is_..._available`` functions that always return False, because Paceline does not support the packages and
+#: devices that they refer to.
 _NEVER = "bitsandbytes_multi_backend fp8 megatron_lm pippy torch_xla transformer_engine_mxfp8 xccl"
-#: Names for ``is_..._available`` that are kinds of devices.
+#: Names in ``is_..._available`` that are device types.
 _DEVICES = "cuda hpu mlu mps musa neuron npu sdaa xpu"
 
 
@@ -48,7 +48,7 @@ def _torch() -> Any:
 
 
 def _sees(name: str, *_: Any, **__: Any) -> bool:
-    """Return True if this process sees a device of a kind; imports torch only when it is called."""
+    """Return True if this process sees a device of the given type. Imports torch only when called."""
     return import_module("...devices.kinds", __package__).kind_of(name).is_available()
 
 
@@ -62,7 +62,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def _at_least(package: str, min_version: str | None = None) -> bool:
-    """Return True if a package is installed, in at least this version."""
+    """Return True if a package is installed in at least the given version."""
     if not messages.is_installed(package):
         return False
     return min_version is None or Version(version(package)) >= Version(min_version)

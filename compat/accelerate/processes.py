@@ -20,7 +20,7 @@ def _strategy() -> Strategy:
 
 
 class _OtherProcess(Strategy):
-    """Another process, which need not exist; it decides which part of the data a loader reads."""
+    """Represents another process, which need not exist, to select the part of the data that a loader reads."""
 
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
         super().__init__(device)
@@ -62,8 +62,8 @@ def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float =
 
 
 def tell_scale(where: str, scale: float) -> None:
-    """Say once that a reduction does not use ``scale``."""
-    messages.ignored(where, "Accelerate multiplies by it only on torch_xla", scale=scale if scale != 1.0 else None)
+    """Report once that a reduction ignores ``scale``."""
+    messages.ignored(where, "Accelerate itself uses it only with torch_xla", scale=scale if scale != 1.0 else None)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -103,9 +103,9 @@ def prepare_data_loader(
     rng_types: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a loader that yields one process's shard of the data: this process's, unless another one is specified.
+    """Return a loader that yields one process's shard of the data, by default this process's.
 
-    Batches go to this process's device. ``options`` are arguments of ``DataLoaderConfiguration``.
+    Batches are moved to this process's device. ``options`` are arguments of ``DataLoaderConfiguration``.
     """
     strategy = _strategy()
     world = strategy.world_size if num_processes is None else num_processes
@@ -113,9 +113,11 @@ def prepare_data_loader(
     if (world, rank) != (strategy.world_size, strategy.global_rank):
         strategy = _OtherProcess(strategy.device, rank, world)
     if put_on_device and device is not None and torch.device(device) != strategy.device:
-        messages.ignored("prepare_data_loader", f"batches go to this process's {strategy.device}", device=device)
+        messages.ignored(
+            "prepare_data_loader", f"batches are moved to this process's device, {strategy.device}", device=device
+        )
     mesh = options.pop("torch_device_mesh", None)
-    messages.ignored("prepare_data_loader", "the loader's processes are those of the run", torch_device_mesh=mesh)
+    messages.ignored("prepare_data_loader", "the loader uses the run's processes", torch_device_mesh=mesh)
     slice_fn = options.pop("slice_fn_for_dispatch", None)
     config = loaders.DataLoaderConfiguration(**options)
     found = loaders.prepare_data_loader(

@@ -1,6 +1,6 @@
 """``accelerate``'s samplers and datasets that give each process its shard, for loops that use them directly.
 
-``prepare`` does not need them. Like Accelerate's, they repeat samples from the beginning where the last ones do not
+``prepare`` does not need them. Like Accelerate's, they repeat samples from the beginning if the last samples do not
 fill a batch on every process.
 """
 
@@ -15,11 +15,11 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A RandomSampler whose order depends only on a seed and the number of the pass.
+    """A RandomSampler whose order depends only on a seed and the index of the pass.
 
     Args:
         *args: arguments of ``RandomSampler``.
-        data_seed: the seed; torch's initial seed if None.
+        data_seed: the seed; None means torch's initial seed.
         **kwargs: arguments of ``RandomSampler``.
     """
 
@@ -36,7 +36,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass."""
+        """Set the index of the next pass, which determines its order."""
         self.epoch = epoch
 
 
@@ -50,11 +50,11 @@ class BatchSamplerShard(BatchSampler):
         split_batches: whether each process gets a part of each batch; otherwise it gets every ``num_processes``-th
             batch.
         even_batches: whether samples from the beginning are repeated, so that all processes get the same number of
-            full batches; batches of varying size are repeated as they are. If False, the last batches are missing or
+            full batches; batches of varying size are repeated unchanged. If False, the last batches are missing or
             short on some processes.
 
     Raises:
-        ValueError: ``split_batches`` cannot split batches of this size.
+        ValueError: if ``split_batches`` is set and batches of this size cannot be split equally.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches of all processes."""
+        """Total number of batches of all processes."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class BatchSamplerShard(BatchSampler):
                 yield part
 
     def _turns(self) -> Iterator[list[Any]]:
-        """This process's batch of each round."""
+        """Yield this process's batch of each round."""
         world, size, batches = self.num_processes, self.batch_size, iter(self.batch_sampler)
         first: list[list[Any]] = []
         while together := list(islice(batches, world)):
@@ -139,7 +139,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches, including those that are skipped."""
+        """Number of batches, including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Args:
         dataset: yields the samples of all processes.
-        batch_size: samples in a batch of one process, or of all of them with ``split_batches``.
+        batch_size: samples per batch of one process, or of all processes together with ``split_batches``.
         drop_last: whether to drop samples that do not fill a batch on every process; otherwise samples from the
             beginning are repeated.
         num_processes: number of processes.
@@ -162,7 +162,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: whether ``batch_size`` counts the samples of all processes.
 
     Raises:
-        ValueError: ``split_batches`` cannot split batches of this size.
+        ValueError: if ``split_batches`` is set and batches of this size cannot be split equally.
     """
 
     def __init__(
@@ -189,14 +189,14 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass."""
+        """Set the index of the next pass, which determines its order."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """The number of samples that all processes together take per round, and the number that this process takes."""
+        """Return the number of samples per round for all processes together, and for one process."""
         if self.split_batches:
             return self.batch_size, self.batch_size // self.num_processes
         return self.batch_size * self.num_processes, self.batch_size

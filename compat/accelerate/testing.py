@@ -1,4 +1,4 @@
-"""``accelerate``'s helpers for test suites: conditions of tests, test cases, and a small problem."""
+"""``accelerate``'s helpers for test suites: skip conditions, test cases, and a small regression problem."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _count() -> int:
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the kind of device, the number of devices, and a function for the bytes in use."""
+    """Return the device type, the number of devices, and a function that returns the bytes in use."""
     return present().name, _count(), present().allocated_memory
 
 
@@ -101,7 +101,7 @@ REQUIREMENTS: dict[str, Callable[[Any], Any]] = {
     ),
     "require_fsdp2": _condition(lambda: True, ""),
     "require_tp": _condition(lambda: True, ""),
-    "skip": unittest.skip("test is skipped"),
+    "skip": _condition(lambda: False, "test is skipped"),
     "slow": _condition(lambda: parse_flag_from_env("RUN_SLOW"), "test is slow; set RUN_SLOW=1"),
 }
 
@@ -113,14 +113,14 @@ def __getattr__(name: str) -> Any:
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Decorator that skips a test under older versions of torch."""
+    """Decorator that skips a test with older versions of torch."""
     if test_case is None:
         return partial(require_torch_min_version, version=version)
     return unittest.skipUnless(is_torch_version(">=", str(version)), f"test requires torch {version}")(test_case)
 
 
 def run_first(test_case: Any) -> Any:
-    """Mark a test for the plugin pytest-order, which then runs it first."""
+    """Mark a test to run first; requires the plugin pytest-order."""
     pytest: Any = importlib.import_module("pytest")
     return pytest.mark.order(1)(test_case)
 
@@ -165,7 +165,7 @@ class TempDirTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """A test case that starts mocks, and stops them after each test."""
+    """A test case that starts mocks and stops them after each test."""
 
     def add_mocks(self, mocks: Any) -> None:
         """Start one mock or several."""
@@ -179,7 +179,7 @@ class MockingTestCase(unittest.TestCase):
 
 
 class SubprocessCallException(Exception):  # noqa: N818 - the name that programs catch
-    """A command that was run in another process failed."""
+    """Raised when a command that ran in another process failed."""
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
@@ -189,7 +189,7 @@ def get_launch_command(**kwargs: Any) -> list[str]:
 
 
 def run_command(command: list[Any], return_stdout: bool = False, env: dict[str, str] | None = None) -> str | None:
-    """Run a command; raises SubprocessCallException with its output if it fails."""
+    """Run a command; raise SubprocessCallException with its output if it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, env=env or dict(os.environ), capture_output=True, text=True)
     if done.returncode:
@@ -202,9 +202,9 @@ def run_command(command: list[Any], return_stdout: bool = False, env: dict[str, 
 def execute_subprocess_async(
     cmd: list[Any], env: Any = None, stdin: Any = None, timeout: float = 180, quiet: bool = False, echo: bool = True
 ) -> SimpleNamespace:
-    """Run a command and return its status and its lines of output; raises RuntimeError if it fails.
+    """Run a command and return its status and its lines of output; raise RuntimeError if it fails.
 
-    Prints the command first with ``echo``, and its output afterwards unless ``quiet`` is set.
+    With ``echo``, print the command first. Unless ``quiet`` is set, print its output afterward.
     """
     words = [str(word) for word in cmd]
     if echo:
@@ -224,7 +224,7 @@ def execute_subprocess_async(
 
 
 def pytest_xdist_worker_id() -> int:
-    """Return the number of this worker of pytest-xdist; 0 without it."""
+    """Return the number of this pytest-xdist worker; 0 without pytest-xdist."""
     return int("".join(filter(str.isdigit, os.environ.get("PYTEST_XDIST_WORKER", "gw0"))) or 0)
 
 
@@ -247,7 +247,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
         yield
     except exception_class as error:
         if msg is not None and msg not in str(error):
-            raise AssertionError(f"Expected {msg!r} in the error, but it says {str(error)!r}.") from error
+            raise AssertionError(f"Expected {msg!r} in the error message, but it is {str(error)!r}.") from error
         return
     raise AssertionError(f"Expected {exception_class.__name__}, but nothing was raised.")
 
@@ -282,7 +282,7 @@ class RegressionDataset(Dataset[Any]):
 
 
 class RegressionModel(nn.Module):
-    """The line ``a * x + b``."""
+    """A model of the line ``a * x + b``."""
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class RegressionModel(nn.Module):
         self.double_output = double_output
 
     def forward(self, x: Any = None) -> Any:
-        """Return the line's values; twice with ``double_output``."""
+        """Return the line's values, twice with ``double_output``."""
         y = x * self.a + self.b
         return (y, y) if self.double_output else y
 

@@ -1,4 +1,4 @@
-"""``accelerate``'s optimizer and scheduler classes: prepared ones are their instances, and programs can create them."""
+"""``accelerate``'s optimizer and scheduler classes. Prepared objects are instances, and programs can create them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .gradient_state import GradientState
 
 
 class AcceleratedOptimizer(optimizers.AcceleratedOptimizer):
-    """A prepared optimizer that says when it keeps gradients that Accelerate would clear.
+    """A prepared optimizer that reports when it keeps gradients that Accelerate would clear.
 
     Args:
         optimizer: the optimizer.
-        device_placement: has no effect; the state is where the parameters are.
+        device_placement: has no effect; the state is on the parameters' device.
         scaler: has no effect; the Accelerator scales losses.
     """
 
@@ -37,8 +37,8 @@ class AcceleratedOptimizer(optimizers.AcceleratedOptimizer):
         if state.sync_gradients and state.window.count and not state.window.cleared:
             messages.info_once(
                 "optimizer.zero_grad() was called before backward in the last micro-batch of a window. It keeps the "
-                "gradients of the earlier micro-batches; Accelerate clears them. Losses differ from Accelerate's from "
-                "here on.",
+                "gradients of the earlier micro-batches, whereas Accelerate clears them. Losses differ from "
+                "Accelerate's from here on.",
                 key="gradients are kept",
             )
 
@@ -48,7 +48,7 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler):
 
     Args:
         scheduler: the scheduler.
-        optimizers: the prepared optimizer, or several, that it advances with.
+        optimizers: the prepared optimizer or optimizers with which the scheduler advances.
         step_with_optimizer: if False, advance on every call.
         split_batches: has no effect; schedules advance once per update.
     """
@@ -61,14 +61,14 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler):
 
 
 def prepared_optimizer(*args: Any) -> AcceleratedOptimizer:
-    """Create the optimizer that ``prepare`` returns; the arguments are those of its base class."""
+    """Create the optimizer that ``prepare`` returns; takes the arguments of its base class."""
     found = object.__new__(AcceleratedOptimizer)
     optimizers.AcceleratedOptimizer.__init__(found, *args)
     return found
 
 
 def prepared_scheduler(*args: Any) -> AcceleratedScheduler:
-    """Create the scheduler that ``prepare`` returns; the arguments are those of its base class."""
+    """Create the scheduler that ``prepare`` returns; takes the arguments of its base class."""
     found = object.__new__(AcceleratedScheduler)
     schedulers.AcceleratedScheduler.__init__(found, *args)
     return found

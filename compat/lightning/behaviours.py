@@ -1,4 +1,4 @@
-"""Behavior that programs written for Lightning expect, added to Paceline's classes when they replace Lightning's."""
+"""Add the behavior that programs written for Lightning expect to Paceline's classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .exceptions import SIGTERMException, exiting, translated
 from .testing import complete_mocks, is_logger
 from .texts import advising_evaluation, advising_train, datamodule_text, hparams_text, print_results, speak_again
 
-#: Paceline's modules, their classes, and the methods whose errors programs catch as Lightning's.
+#: Classes in Paceline's modules, with the methods whose errors programs catch as Lightning's exceptions.
 _RAISING = {
     "trainer.trainer": {"Trainer": "__init__ fit validate test predict save_checkpoint"},
     "trainer.module": {"TrainingModule": "log log_dict manual_backward optimizers lr_schedulers save_hyperparameters"},
@@ -39,7 +39,7 @@ _RAISING = {
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
 }
-#: Prefixes of profiled actions' names, in Paceline and in Lightning.
+#: Prefixes of the names of profiled actions: Paceline's, and the corresponding ones in Lightning.
 _ACTIONS = {
     "[TrainingModule]": "[LightningModule]",
     "[DataModule]": "[LightningDataModule]",
@@ -221,6 +221,7 @@ def _replace_methods() -> None:
     from ...trainer.loop import FitLoop
     from ...trainer.metrics import MetricStore
     from ...trainer.optimizers import ManagedOptimizer
+    from ...trainer.run import Run
     from ...trainer.state import RunState
     from ...trainer.step import ClosureStep, FreeStep, ManualStep, TrainStep
     from ...trainer.trainer import Trainer
@@ -228,7 +229,6 @@ def _replace_methods() -> None:
 
     placed: Any = Trainer._place
     values: Any = Trainer.logged_metrics
-    send: Any = Trainer._send
     around: Any = Profiler.around
 
     def place(trainer: Trainer, *args: Any) -> None:
@@ -257,7 +257,7 @@ def _replace_methods() -> None:
         (ManualStep, "__call__"): _counting_batches(_never_none(ManualStep.__call__)),
         (TrainStep, "skip_loss"): _count_without_loss,
         (Trainer, "_place"): place,
-        (Trainer, "_send"): _then_saving(send),
+        (Run, "send_metrics"): _then_saving(Run.send_metrics),
     }
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
@@ -281,7 +281,7 @@ def _translate_errors() -> None:
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
             for method in methods.split():
                 function = getattr(owner, method)
-                also = (ValueError,) if method in ("log", "log_dict") else ()  # where Paceline raises a TypeError
+                also = (ValueError,) if method in ("log", "log_dict") else ()  # Paceline raises a TypeError here
                 setattr(owner, method, translated(function, *also))
                 if method == "__init__":
                     with suppress(NameError):  # for a type that only type checkers import
@@ -310,7 +310,9 @@ def _overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
         check(overfit_batches, fast_dev_run=limits.pop("fast_dev_run"))
         for name, value in limits.items() if overfit_batches else ():
             if value:
-                messages.warn(f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}.")
+                messages.warn(
+                    f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}. Pass only one of them."
+                )
 
     return warn
 
@@ -338,7 +340,7 @@ def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[st
 
 
 def _warn_of_empty(loop: Any, why: str) -> None:
-    """Warn about an epoch without batches; raise only if the run would never end."""
+    """Warn about an epoch without batches; raise an error if the run would never end."""
     if loop.run.trainer.max_epochs == -1:
         raise RuntimeError(why)
     messages.warn(why)
@@ -355,7 +357,7 @@ def _lists_are_collections(is_collection: Callable[[Any], bool]) -> Callable[[An
 
 
 def _convert_floats(module: torch.nn.Module, wanted: torch.dtype) -> torch.nn.Module:
-    """Convert a module's floating-point parameters and buffers; complex ones stay as they are."""
+    """Convert a module's floating-point parameters and buffers; leave complex ones unchanged."""
     return getattr(module, APPLY)(lambda one: one.to(wanted) if one.is_floating_point() else one)
 
 
@@ -395,7 +397,7 @@ def _never_none(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counting_batches(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step of manual optimization to let the loggers count its batches, whether an optimizer stepped or not."""
+    """Wrap a manual optimization step so that the loggers count every batch, even if no optimizer stepped."""
 
     def call(one: Any, batch: Any, batch_idx: int) -> Any:
         output = step(one, batch, batch_idx)
@@ -408,7 +410,7 @@ def _counting_batches(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _then_saving(log: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a function that logs to call ``save`` of the program's own loggers afterwards, on rank 0."""
+    """Wrap a logging function to call the ``save`` methods of the program's own loggers afterward, on rank 0."""
 
     def call(owner: Any, *args: Any) -> None:
         log(owner, *args)
@@ -422,13 +424,13 @@ def _then_saving(log: Callable[..., None]) -> Callable[..., None]:
 
 
 def _x_axis(state: Any, updates: int) -> int:
-    """Return the index of the latest update in a fit; in a validation between two updates, that of the next one."""
+    """Return the index of the latest update in a fit, or of the next one in a validation between two updates."""
     between = state.window and state.stage != "train"
     return updates if between or state.fn != "fit" else max(updates - 1, 0)
 
 
 def _clearing_first(choose_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``choose_step``: gradients are cleared before a window's first backward, not right after the update."""
+    """Wrap ``choose_step`` to clear gradients before a window's first backward pass, not right after the update."""
 
     def choose(*args: Any) -> Any:
         step = choose_step(*args)
@@ -446,7 +448,7 @@ def _clear(step: Any) -> None:
 
 
 def _count_without_loss(step: Any) -> dict[str, Any]:
-    """Let a batch whose ``training_step`` returned None count in the window, with no gradients of its own."""
+    """Count a batch whose ``training_step`` returned None in the window, without gradients."""
     state = step.state
     if not state.window:
         _clear(step)
@@ -491,7 +493,7 @@ def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
 
 
 def _same_state(state: Any, other: Any) -> bool:
-    """Return True if two states agree in the kind of run, the stage and the status."""
+    """Return True if two states have the same function, stage and status."""
     names = ("fn", "stage", "status")
     return type(other) is type(state) and all(getattr(state, name) == getattr(other, name) for name in names)
 

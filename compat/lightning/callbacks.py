@@ -1,4 +1,4 @@
-"""Lightning callbacks that are Paceline callbacks with different arguments."""
+"""Adapt Paceline's callbacks to the arguments and methods of Lightning's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ... import messages
 from ...callbacks.loss_guard import LossGuard
 from ...callbacks.model_summary import Summary, human_readable, table
 
-#: Private methods of Lightning's ModelCheckpoint that Paceline has no match for.
+#: Private methods of Lightning's ModelCheckpoint that have no equivalent in Paceline.
 _UNCALLED = (
     "_find_last_checkpoints",
     "_format_checkpoint_name",
@@ -25,7 +25,6 @@ _UNCALLED = (
     "_should_save_on_exception",
     "_should_save_on_train_epoch_end",
     "_should_skip_saving_checkpoint",
-    "_update_best_and_save",
 )
 
 
@@ -37,7 +36,7 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
         if found:
             raise TypeError(
                 f"{type(callback).__name__} defines {messages.names(found, last='and')}, which Paceline never calls. "
-                "Override _monitor_candidates, _save_checkpoint, _remove_checkpoint, "
+                "Override _monitor_candidates, _update_best_and_save, _save_checkpoint, _remove_checkpoint, "
                 "format_checkpoint_name or a hook instead, or rename it if only your code calls it."
             )
         init(callback, *args, **kwargs)
@@ -46,7 +45,7 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap ModelCheckpoint's ``state_dict`` to hold absolute paths, and the folder that they are in."""
+    """Wrap ModelCheckpoint's ``state_dict`` to contain absolute paths and their folder."""
 
     def collect(callback: Any) -> dict[str, Any]:
         state = state_dict(callback) | {"dirpath": callback.dirpath}
@@ -60,7 +59,7 @@ def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable
 def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     """Wrap ``_monitor_has_value`` to warn, and not raise, if a fit without validation never logs the metric.
 
-    With ``fast_dev_run``, nothing is said.
+    With ``fast_dev_run``, nothing is reported.
     """
 
     def warn(callback: Any, trainer: Any) -> bool:
@@ -118,7 +117,7 @@ def keep_keywords(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def handing_over_columns(hand_over: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``ModelSummary._hand_over`` to call a ``summarize`` of the user's own as Lightning does, on rank 0."""
+    """Wrap ``ModelSummary._hand_over`` to call a user-defined ``summarize`` as Lightning does, on rank 0."""
 
     def call(callback: Any, trainer: Any, module: Any, summary: Summary) -> None:
         if type(callback).summarize is print_columns:
@@ -148,7 +147,7 @@ def print_columns(
     total_flops: int = 0,
     **summarize_kwargs: Any,
 ) -> None:
-    """Print a table of the columns, and the totals. It is ``ModelSummary.summarize`` with Lightning's arguments."""
+    """Print a table of the columns, and the totals; same as ``ModelSummary.summarize``, with Lightning's arguments."""
     totals = [
         f"{human_readable(trainable_parameters):<10}Trainable params",
         f"{human_readable(total_parameters - trainable_parameters):<10}Non-trainable params",
@@ -162,7 +161,7 @@ def print_columns(
 
 
 def _columns_of(summary: Summary) -> list[tuple[str, list[str]]]:
-    """Return the summary's columns as Lightning's ``summarize`` gets them: each a name and its cells."""
+    """Return the summary's columns as Lightning's ``summarize`` receives them: each a name and its cells."""
     layers, columns = summary.layers, dict[str, list[str]]()
     modules = [layer.training is not None for layer in layers]
     columns[" "] = [str(number) if is_module else " " for number, is_module in enumerate(modules)]

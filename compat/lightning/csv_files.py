@@ -1,4 +1,4 @@
-"""What Lightning's CSVLogger does with a file from an earlier run of the same version."""
+"""Handle a file from an earlier run of the same version as Lightning's CSVLogger does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...loggers.csv import ExperimentWriter
 
 
 def noting_old_files(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap CSVLogger's ``__init__`` to note when the file of the given version was last written."""
+    """Wrap CSVLogger's ``__init__`` to record when the file of the given version was last written."""
 
     def create(logger: Any, *args: Any, **kwargs: Any) -> None:
         init(logger, *args, **kwargs)
@@ -23,7 +23,7 @@ def noting_old_files(init: Callable[..., None]) -> Callable[..., None]:
 def deleting_old_files(open_writer: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap CSVLogger's ``_open`` to delete a file from an earlier run, with a warning.
 
-    The file stays if the fit resumes in it, or if anything was written to it since the logger was created.
+    The file is kept if the fit continues in it, or if anything was written to it since the logger was created.
     """
 
     def open_new(logger: Any) -> Any:
@@ -31,7 +31,7 @@ def deleting_old_files(open_writer: Callable[[Any], Any]) -> Callable[[Any], Any
             path = _path(logger)
             messages.warn(
                 f"Experiment logs directory {logger.log_dir} exists and is not empty. {path} is deleted, because a "
-                "new run writes it. Leave out version for a folder of its own."
+                "new run overwrites it. Leave out version to log to a new folder."
             )
             os.remove(path)
         return open_writer(logger)

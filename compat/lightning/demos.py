@@ -60,7 +60,7 @@ class RandomIterableDatasetWithLen(RandomIterableDataset):
 
 
 class BoringModel(TrainingModule):
-    """A linear layer with 32 inputs and 2 outputs, trained to output ones, with a loader for every stage."""
+    """A linear layer with 32 inputs and 2 outputs that is trained to output ones, with a loader for every stage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class MisconfigurationException(Exception):  # noqa: N818 - Lightning's name
-    """Raised if an argument, or something else that a program defines, is invalid."""
+    """Raised if an argument or another part of a program's configuration is invalid."""
 
 
 class SIGTERMException(SystemExit):
@@ -65,6 +65,6 @@ def translated(function: F, *also: type[Exception]) -> F:
                 raise
             both = _joined(type(error), also)(*error.args)
             both.__cause__, both.__suppress_context__ = error.__cause__, True
-            raise both.with_traceback(error.__traceback__)  # noqa: B904 - it is the same error
+            raise both.with_traceback(error.__traceback__)  # noqa: B904 - this is the same error
 
     return call  # type: ignore[return-value]

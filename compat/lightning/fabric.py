@@ -40,12 +40,12 @@ class Fabric:
     Args:
         accelerator: type of device.
         strategy: a strategy's name, or a Strategy.
-        devices: number of devices on this machine, or their indices.
+        devices: number of devices on this machine, or a list of their indices.
         num_nodes: number of machines.
         precision: a precision's name, or a Precision; if None, ``paceline launch`` and the settings determine it.
         plugins: a Precision or a ClusterEnvironment, or a list of both.
         callbacks: objects whose methods :meth:`call` calls.
-        loggers: loggers that :meth:`log` sends values to.
+        loggers: loggers to which :meth:`log` sends values.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Fabric:
         )
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Start the strategy's processes. In a script, this runs the script once for each process.
+        """Start the strategy's processes. In a script, each process runs the entire script.
 
         Args:
-            function: called in each process as ``function(fabric, *args, **kwargs)``. It is required in a notebook,
-                under pytest and with ``strategy="ddp_spawn"``, and must then contain the program's code.
+            function: the program, called in each process as ``function(fabric, *args, **kwargs)``. Required in a
+                notebook, in pytest and with ``strategy="ddp_spawn"``.
             *args: positional arguments for the function.
             **kwargs: keyword arguments for the function.
 
@@ -133,7 +133,7 @@ class Fabric:
             return launcher(begin, self, function, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Override this method with the program. Calling it starts the processes first."""
+        """Run the program; override this method. A call starts the processes first."""
 
     def _launch_and_run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._launch(_run, run, args, kwargs)
@@ -148,7 +148,7 @@ class Fabric:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which determines where tensors live and how processes communicate."""
+        """The strategy, which determines the device of tensors and how processes communicate."""
         return self._strategy
 
     @property
@@ -196,7 +196,7 @@ class Fabric:
         Args:
             module: the module.
             *optimizers: its optimizers.
-            scheduler: returned unchanged; it advances with each call to its ``step``.
+            scheduler: returned unchanged; it advances whenever its ``step`` is called.
             move_to_device: whether to move the module to the device.
 
         Returns:
@@ -211,7 +211,7 @@ class Fabric:
         return (wrapped, *found) if scheduler is None else (wrapped, *found, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
-        """Set up a module. Create its optimizers afterwards and pass them to :meth:`setup_optimizers`."""
+        """Set up a module. Create its optimizers afterward and pass them to :meth:`setup_optimizers`."""
         self._refuse_wrapped("setup_module", module)
         return self._wrapped(self.accelerator_of_loop.prepare_model(module, move_to_device), [])
 
@@ -286,19 +286,21 @@ class Fabric:
         """Clip an optimizer's gradients, either each value to ``clip_val`` or their total norm to ``max_norm``.
 
         Args:
-            module: the module that the gradients belong to.
+            module: the module with the gradients.
             optimizer: the optimizer whose parameters' gradients are clipped.
             clip_val: the largest absolute value.
             max_norm: the largest norm.
             norm_type: order of the norm.
-            error_if_nonfinite: whether to raise an error if the norm is not finite; fp16 skips the step instead.
+            error_if_nonfinite: whether to raise an error if the norm is not finite; with fp16, the step is skipped
+                instead.
 
         Returns:
             The norm before clipping, shape (); None with ``clip_val``.
         """
         if (clip_val is None) is (max_norm is None):
             raise ValueError(
-                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}): pass exactly one of the two."
+                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}) needs exactly one of the two "
+                "arguments. Pass clip_val to clip each value, or max_norm to clip their total norm."
             )
         accelerator = self.accelerator_of_loop
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -314,7 +316,7 @@ class Fabric:
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Context manager that turns off gradient synchronization. Use it for all micro-batches but the last."""
+        """Context manager that disables gradient synchronization. Use it for all micro-batches but the last."""
         if not isinstance(original(module), nn.Module) or not is_wrapped(module):
             raise TypeError(
                 f"fabric.no_backward_sync got {messages.a(module)}, not a module that fabric.setup returned. Set up "
@@ -323,7 +325,7 @@ class Fabric:
         return self.accelerator_of_loop.no_sync(original(module)) if enabled else nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context manager inside which operations run in the chosen precision, as in a module's forward pass."""
+        """Context manager in which operations run in the chosen precision, as in a module's forward pass."""
         return self.accelerator_of_loop.autocast()
 
     def to_device(self, obj: Any) -> Any:
@@ -379,9 +381,9 @@ class Fabric:
         return accelerator.local_main_process_first() if local else accelerator.main_process_first()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each machine."""
+        """Print in the first process of each machine."""
         if self.local_rank == 0:
-            print(*args, **kwargs)  # noqa: T201 - it is the user who prints
+            print(*args, **kwargs)  # noqa: T201 - the user prints
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -478,7 +480,7 @@ class Fabric:
     # ---- callbacks, loggers ------------------------------------------------------------------------------------------
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method on every callback that has it."""
+        """Call a method on every callback that defines it."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if callable(method):
@@ -517,13 +519,13 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _with_fabric(fabric: Fabric, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-    """Join the processes and call the user's function."""
+    """Join the process group and call the user's function."""
     _ = fabric.accelerator_of_loop
     return None if function is None else function(fabric, *args, **kwargs)
 
 
 def _run(fabric: Fabric, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Join the processes and call a subclass's ``run``."""
+    """Join the process group and call a subclass's ``run``."""
     _ = fabric.accelerator_of_loop
     return type(fabric).run(fabric, *args, **kwargs)
 
@@ -543,7 +545,7 @@ def _checked_filter(state: Mapping[str, Any], filter: Mapping[str, Any]) -> Mapp
             raise ValueError(f"fabric.save(filter=...): {messages.unknown('entry', name, list(state))}")
         if not callable(choose):
             raise TypeError(
-                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}. Pass a function that takes a "
-                "key and a value."
+                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}, not a function. Pass a "
+                "function that takes a key and a value."
             )
     return filter

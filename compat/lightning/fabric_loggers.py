@@ -1,4 +1,4 @@
-"""Fabric's loggers, whose first argument is ``root_dir``, and its ``ThroughputMonitor``.
+"""Fabric's loggers, which take ``root_dir`` as their first argument, and its ``ThroughputMonitor``.
 
 A command line selects a logger by its class name, so these names differ from Paceline's.
 """
@@ -59,7 +59,7 @@ class ThroughputMonitor(Throughput):
         """Compute the rates and log them.
 
         Args:
-            step: the step to log the values at; by default, the previous step plus one.
+            step: the step of the values; by default, the previous step plus 1.
             **kwargs: arguments for :meth:`Throughput.compute`.
         """
         self.step = self.step + 1 if step is None else step

@@ -22,14 +22,14 @@ from ...trainer.module import TrainingModule
 if TYPE_CHECKING:
     from .fabric import Fabric
 
-#: LightningModule methods that go through the strategy, like forward, even if they are not marked.
+#: LightningModule methods that run through the strategy, like forward, even if they are not marked.
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
 
 class FabricModule(nn.Module):
     """A prepared module. It also has all attributes and methods of the user's module (:attr:`module`).
 
-    Its forward converts inputs to the precision's dtype, and floating-point outputs to torch's default dtype.
+    Its ``forward`` converts inputs to the precision's dtype and floating-point outputs to torch's default dtype.
     """
 
     def __init__(self, accelerator: Accelerator, module: nn.Module) -> None:
@@ -54,11 +54,12 @@ class FabricModule(nn.Module):
         return precision.convert_output(call(*args, **kwargs))
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Make calls to one of the module's methods go through the strategy and its precision, like forward."""
+        """Make calls to one of the module's methods run through the strategy and its precision, like forward."""
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
             raise ValueError(
-                "mark_forward_method('forward'): forward is always marked. Pass the name of another method."
+                "mark_forward_method('forward') is not needed, because forward is always marked. Pass the name of "
+                "another method."
             )
         if not callable(getattr(self.module, name, None)):
             raise AttributeError(
@@ -113,7 +114,7 @@ def original(obj: Any) -> Any:
 
 
 def unwrapped_in(collection: Any) -> Any:
-    """Return the collection with the objects from ``Fabric.setup`` replaced by the user's original ones."""
+    """Return the collection with objects from ``Fabric.setup`` replaced by the user's original objects."""
     if isinstance(collection, Mapping):
         return {key: unwrapped_in(value) for key, value in collection.items()}
     if type(collection) in (list, tuple):
@@ -160,7 +161,7 @@ class _Value:
 
 
 class _Values(dict[str, _Value]):
-    """The mapping in which a module's ``self.log`` and ``self.log_dict`` look up names."""
+    """The mapping that a module's ``self.log`` and ``self.log_dict`` use to look up names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hooks, called as Lightning calls them."""
+"""Call hooks as Lightning calls them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...callbacks.base import OTHER_METHODS, Callback
 from ...trainer.module import TrainingModule
 from ...trainer.module_hooks import ModuleHooks
 
-#: Key of a checkpoint that Lightning's checkpoints do not have.
+#: Checkpoint key that Lightning's checkpoints do not have.
 _SECTION = "paceline"
 
 
@@ -32,7 +32,7 @@ class Unlisted:
 
 
 def list_only_hooks() -> None:
-    """Hide those functions of ``Callback`` that Lightning does not have there."""
+    """Hide the functions of ``Callback`` that Lightning's class does not have."""
     for name in (*OTHER_METHODS, "log", "log_dict"):
         if not name.endswith("state_dict"):
             setattr(Callback, name, Unlisted(vars(Callback)[name]))
@@ -41,8 +41,8 @@ def list_only_hooks() -> None:
 def as_lightning(overridden: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``overridden``, which returns an owner's hook, to change how a program's own hooks are called.
 
-    ``on_save_checkpoint`` gets a checkpoint with Lightning's keys only, and ``on_train_epoch_start`` is not called by
-    a run that resumes inside an epoch.
+    ``on_save_checkpoint`` receives a checkpoint with only Lightning's keys, and ``on_train_epoch_start`` is not called
+    when a run resumes inside an epoch.
     """
 
     def find(owner: Any, name: str, *base: type) -> Any:
@@ -55,7 +55,7 @@ def as_lightning(overridden: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loading_as_lightning(call: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``call`` to give a program's own ``on_load_checkpoint`` a checkpoint with Lightning's keys only."""
+    """Wrap ``call`` to pass a checkpoint with only Lightning's keys to a program's own ``on_load_checkpoint``."""
 
     def call_hook(owner: Any, hook: str, *args: Any) -> None:
         if hook != "on_load_checkpoint" or _is_built_in(owner, hook):
@@ -67,7 +67,7 @@ def loading_as_lightning(call: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_built_in(owner: Any, name: str) -> bool:
-    """Return True if the hook, or one that it overrides, is Paceline's."""
+    """Return True if Paceline defines the hook, or a hook that it overrides."""
     return any(
         name in vars(kind) and kind.__module__.startswith("paceline.")
         for kind in type(owner).__mro__

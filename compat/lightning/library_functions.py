@@ -36,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` running in ``frame``, without ``self`` but including ``**kwargs``."""
+    """Return the arguments of the ``__init__`` that runs in ``frame``, without ``self`` but including ``**kwargs``."""
     names, _, rest, values = inspect.getargvalues(frame)
     found = {name: values[name] for name in names[1:] if name in values}
     return found | (values.get(rest, {}) if rest else {})
@@ -86,7 +86,7 @@ def _owner(model: Any, attribute: str) -> Any:
     if not owners:
         raise AttributeError(
             f"{attribute!r} is not an attribute or hyperparameter of {type(model).__name__}, and not an attribute of "
-            "its DataModule."
+            "its DataModule. Check the name."
         )
     return owners[-1]
 
@@ -168,7 +168,9 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
     """Load a file of tensors whose values stay on disk until they are used."""
     path = os.fspath(filename)
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"The file {path!r} does not exist, so it cannot be loaded.")
+        raise FileNotFoundError(
+            f"The file {path!r} does not exist, so it cannot be loaded. Pass the path of an existing file."
+        )
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -176,7 +178,7 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
 
 
 def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> None:
-    """Replace meta-device tensors with real ones on ``device``, and initialize the submodules that hold them.
+    """Replace tensors on the meta device with real ones on ``device``, and initialize the submodules that own them.
 
     Raises:
         TypeError: if such a submodule has no ``reset_parameters``.
@@ -212,7 +214,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """
     seen = CUDA_KIND.count()
     if num_devices > seen:
-        raise ValueError(f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPUs. Ask for fewer.")
+        raise ValueError(
+            f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPU{'' if seen == 1 else 's'}. "
+            "Request fewer."
+        )
     usable = []
     for index in range(seen):
         if len(usable) == num_devices:
@@ -224,8 +229,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         usable.append(index)
     if num_devices > len(usable):
         raise RuntimeError(
-            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used. The others may "
-            "be in exclusive use by other processes. Ask for fewer GPUs, or wait."
+            f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used. Other processes "
+            "may be using the rest exclusively. Request fewer GPUs, or wait."
         )
     return usable
 
@@ -234,7 +239,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
 
 class Interval(str, Enum):
-    """When a ``Timer`` checks the elapsed time."""
+    """The point at which a ``Timer`` checks the elapsed time."""
 
     step = "step"
     epoch = "epoch"
@@ -296,12 +301,12 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
 
 
 def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = None, timeout: int = 3) -> bool:
-    """Return True if all processes see the same files below ``path``. Call it in all processes.
+    """Return True if all processes see the same files below ``path``. Must be called in all processes.
 
     Args:
         strategy: the strategy of a Trainer or a Fabric.
         path: an existing file or folder; None for the working directory.
-        timeout: seconds to wait for a file of process 0 to appear in the others.
+        timeout: maximum seconds until the other processes see a file that process 0 has created.
     """
     if getattr(strategy, "world_size", 1) == 1 or (path is not None and not is_local(path)):
         return True
@@ -345,10 +350,10 @@ class LightningEnum(str, Enum):
 
     @classmethod
     def from_str(cls, value: str, source: Literal["key", "value", "any"] = "key") -> Self:
-        """Return the member with this name (``"key"``), this value, or either.
+        """Return the member with this name (``source="key"``), this value, or either.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if there is no such member.
         """
         for name, member in cls.__members__.items():
             if source in ("key", "any") and name.lower() == value.lower():
@@ -395,7 +400,7 @@ def convert_tensors_to_scalars(data: Any) -> Any:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Silence all of Paceline's warnings, or only those shown for one module."""
+    """Silence all of Paceline's warnings, or only the warnings from one module."""
     warnings.filterwarnings("ignore", module=module, category=messages.PacelineWarning)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..finder import Package, Target, placeholder, surface
 
-#: The version of Lightning that has these names; programs see it as the installed version.
+#: The version of Lightning that has these names; programs see this version as the installed one.
 VERSION = "2.6.1"
 SURFACE = surface("lightning")
 
@@ -195,7 +195,7 @@ _RANK_ZERO = (
     "rank_zero_info rank_zero_only rank_zero_warn"
 )
 _TYPES = _HOMES["utilities.types"]
-#: Names that programs import although they are not public, by module.
+#: Private names that programs import nevertheless, by module.
 _PRIVATE = {
     "pytorch.accelerators": "AcceleratorRegistry",
     "pytorch.accelerators.cuda": "num_cuda_devices",
@@ -240,7 +240,7 @@ def _table() -> dict[str, dict[str, Target]]:
     for module in ("", ".throughput"):
         names = table[f"lightning.fabric.utilities{module}"]
         names["ThroughputMonitor"] = Target("compat.lightning.fabric_loggers", "ThroughputMonitor")
-    # In these modules, ModelSummary is the description of a module, not the callback that prints it.
+    # In these modules, ModelSummary is the class that describes a module, not the callback that prints the description.
     for name in ("", ".model_summary"):
         of_summaries = table[f"lightning.pytorch.utilities.model_summary{name}"]
         of_summaries["ModelSummary"] = Target("callbacks.model_summary", "Summary")

@@ -26,12 +26,11 @@ from ...processes.device_transfer import move
 from ...strategies.base import Strategy
 from ...strategies.distributed import DistributedStrategy
 from ...strategies.fsdp.settings import FSDPSettings
-from ...strategies.precision.base import Precision
 from ...torch_private import pytree
 from ...trainer import checkpoint_contents
 from ...trainer.trainer import Trainer
 
-#: For each strategy, the last Trainer that created or received it.
+#: The last Trainer that created or received each strategy.
 _trainers: weakref.WeakKeyDictionary[Any, weakref.ref[Trainer]] = weakref.WeakKeyDictionary()
 
 
@@ -58,9 +57,9 @@ def _of_trainer(name: str, otherwise: Any = None) -> property:
 class StrategyNames(Strategy):
     """Attributes and methods that :func:`install` adds to every strategy."""
 
-    #: Whether a checkpoint is loaded only once the module is on its device; Paceline never waits for that.
+    #: Whether a checkpoint is loaded only after the module is on its device; always False in Paceline.
     restore_checkpoint_after_setup = False
-    #: Whether resuming restores the optimizers; in Paceline, it always does.
+    #: Whether resuming restores the optimizers; always True in Paceline.
     lightning_restore_optimizer = True
     handles_gradient_accumulation = False
     lightning_module = _of_trainer("lightning_module")
@@ -130,27 +129,13 @@ class StrategyNames(Strategy):
         return self.checkpoint_io or TorchCheckpointIO()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers. An override replaces what Paceline does."""
+        """Restore the optimizers. An override replaces Paceline's own behavior."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.load_optimizer_state(self.model, optimizer, state)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's full state dict."""
         return self.model_state(_trainer(self).lightning_module)
-
-
-class PrecisionNames(Precision):
-    """Methods that :func:`install` adds to every precision."""
-
-    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
-        """Return the arguments unchanged, because the strategy converts the model during setup."""
-        return model, optimizers, lr_schedulers
-
-    def train_step_context(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward pass."""
-        return self.forward_context()
-
-    val_step_context = test_step_context = predict_step_context = train_step_context
 
 
 class AcceleratorNames(Accelerator):
@@ -191,7 +176,7 @@ def copying(save: Callable[..., None]) -> Callable[..., None]:
 
 def install() -> None:
     """Add the attributes and methods that Paceline's classes lack."""
-    for names in (StrategyNames, PrecisionNames, AcceleratorNames):
+    for names in (StrategyNames, AcceleratorNames):
         owner = names.__base__
         for name, value in vars(names).items():
             if not hasattr(owner, name):
@@ -272,7 +257,7 @@ def _translate_fsdp(arguments: dict[str, Any]) -> None:
 
 
 def _show_fsdp(strategy: Any, given: dict[str, Any]) -> None:
-    """Store the given arguments in the attributes that programs read."""
+    """Store the user's arguments in the attributes that programs read."""
     offload = given.get("cpu_offload") or False
     strategy.cpu_offload = CPUOffload(offload_params=offload) if isinstance(offload, bool) else offload
     strategy.mixed_precision_config = given.get("mixed_precision")
@@ -285,7 +270,7 @@ def _classes(policy: Any) -> Any:
 
 
 def _typed(init: Callable[..., Any]) -> inspect.Signature:
-    """Return a constructor's signature with resolved types, for command lines; a device mesh may also be two sizes."""
+    """Return a constructor's signature with resolved types, for command lines. A mesh may also be a pair of sizes."""
     signature = inspect.signature(init)
     try:
         types = typing.get_type_hints(init)

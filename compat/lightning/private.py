@@ -1,4 +1,4 @@
-"""Names that are not part of Lightning's public interface but that programs use anyway."""
+"""Names that are not part of Lightning's public interface but are used by programs anyway."""
 
 from __future__ import annotations
 

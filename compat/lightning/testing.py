@@ -33,7 +33,7 @@ _ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_last",
 def is_logger(value: Any) -> bool:
     """Return True if a Trainer can log to an object: a Logger, or a mock.
 
-    A mock gets the attributes that only Paceline's loggers have.
+    If ``logger`` is a mock, it receives the attributes that only Paceline's loggers have.
     """
     mock = sys.modules.get("unittest.mock")
     if isinstance(value, Logger) or mock is None or not isinstance(value, mock.NonCallableMock):
@@ -47,7 +47,7 @@ def is_logger(value: Any) -> bool:
 
 
 def complete_mocks(callbacks: list[Any]) -> None:
-    """Add to every ``Mock(spec=Callback)`` the attributes that Paceline needs but Lightning does not have."""
+    """Add the attributes that Paceline needs but Lightning does not have to every ``Mock(spec=Callback)``."""
     mock = sys.modules.get("unittest.mock")
     if mock is None:
         return
@@ -78,7 +78,7 @@ def runif_reasons(
     dynamo: bool = False,
     **packages: bool,
 ) -> tuple[list[str], dict[str, bool]]:
-    """Return the reasons why a test cannot run on this machine, and the pytest marks to give it.
+    """Return the reasons why a test cannot run on this machine, and the pytest marks to add to it.
 
     Args:
         min_cuda_gpus: require at least this many GPUs.

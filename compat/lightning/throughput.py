@@ -1,4 +1,4 @@
-"""Lightning's ThroughputMonitor: other times at which values are computed and logged than in Paceline's."""
+"""Lightning's ThroughputMonitor, which computes and logs values at other times than Paceline's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
-    """Like Paceline's, but logs rates once the window is full, and evaluation values in each batch.
+    """Like Paceline's ThroughputMonitor, but logs rates once the window is full, and evaluation values in each batch.
 
     The time between the last batch before a validation and the last batch of the validation does not count as training
     time. Without a logger, it only warns.
@@ -73,7 +73,8 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
         if trainer.logs_this_step or trainer.state.fn != "fit":
             stage = "test" if trainer.testing else "validate"
             values = self._eval.throughput.compute()
-            trainer._send({f"{stage}{self.separator}{key}": value for key, value in values.items()}, self._evaluated)
+            logged = {f"{stage}{self.separator}{key}": value for key, value in values.items()}
+            trainer.current_run.send_metrics(logged, self._evaluated)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -89,7 +90,7 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
 
 
 class _Clock:
-    """Counts batches for a :class:`Throughput`; its time starts when it is created."""
+    """Counts batches for a :class:`Throughput`. Its clock starts when it is created."""
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
@@ -111,5 +112,5 @@ class _Clock:
         )
 
     def leave_out(self, other: _Clock) -> None:
-        """Do not count the time from this clock's last batch to the last batch of another clock."""
+        """Exclude the time from this clock's last batch to another clock's last batch."""
         self._started += other._last - self._last

@@ -1,4 +1,4 @@
-"""The class of the bars of ``TQDMProgressBar``. Importing this module needs tqdm."""
+"""The class of ``TQDMProgressBar``'s bars. Importing this module requires tqdm."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Views of a run, under the names of the private parts of Lightning that libraries read.
+"""Views of a run, under the names of Lightning's private objects that libraries read.
 
-The first time a name is read, a debug message says what to read instead. Reading a name that has no meaning in Paceline
-raises an AttributeError, which also says what to use.
+The first time a name is read, a debug message names the public replacement. Reading a name that has no meaning in
+Paceline raises an AttributeError, which names a replacement too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Read = tuple[Callable[[Any], Any], str]
 
 
 class View:
-    """One part of Lightning's Trainer, with values read from Paceline's Trainer.
+    """A view of one part of Lightning's Trainer, with values from Paceline's Trainer.
 
     Attributes:
-        place: the part, as written in programs.
+        place: the part, as programs write it.
         instead: advice for names that this part does not have.
         reads: the names that can be read.
         writes: the names that can be set, and the Trainer attribute that each one sets.
@@ -55,7 +55,7 @@ class View:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.writes:
             raise AttributeError(
-                f"{self.place}.{name} cannot be set, because it only shows what a run does. {self.instead}"
+                f"{self.place}.{name} cannot be set, because it only reflects the state of a run. {self.instead}"
             )
         setattr(vars(self)["trainer"], self.writes[name], value)
 
@@ -67,7 +67,7 @@ class View:
 
 
 class Progress:
-    """How often something was started and finished, in this run and in total. The counts cannot be set."""
+    """Counts how often something was started and finished, in this run and in total. The counts cannot be set."""
 
     ready: int
     started: int
@@ -80,8 +80,8 @@ class Progress:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"The progress of a loop cannot be set ({name} = {value!r}), because it only shows what a run does. Pass "
-            "ckpt_path to fit to continue a saved run, or max_epochs to the Trainer for fewer epochs."
+            f"The progress of a loop cannot be set ({name} = {value!r}), because it only reflects the state of a run. "
+            "Pass ckpt_path to fit to continue a saved run, or max_epochs to the Trainer for fewer epochs."
         )
 
     @property
@@ -140,10 +140,13 @@ _LIMITS: dict[str, Read] = {
 
 
 class Optimization(View):
-    """``epoch_loop.automatic_optimization`` and ``.manual_optimization``."""
+    """View of ``epoch_loop.automatic_optimization`` and ``epoch_loop.manual_optimization``."""
 
     place = "trainer.fit_loop.epoch_loop.manual_optimization"
-    instead = "trainer.global_step counts the steps, and each step calls optimizer_step and the hooks around it."
+    instead = (
+        "Read trainer.global_step for the number of steps. To run code in each step, override optimizer_step or a "
+        "hook around it."
+    )
     reads: ClassVar[Mapping[str, Read]] = {
         "optim_step_progress": (_steps, "trainer.global_step"),
         "optim_progress": (_steps, "trainer.global_step"),
@@ -151,7 +154,7 @@ class Optimization(View):
 
 
 class EpochLoop(View):
-    """``fit_loop.epoch_loop``."""
+    """View of ``fit_loop.epoch_loop``."""
 
     place = "trainer.fit_loop.epoch_loop"
     instead = "Use the arguments of on_train_batch_start, trainer.is_last_batch and trainer.state instead."
@@ -177,7 +180,7 @@ class EpochLoop(View):
 
 
 class FitLoopView(View):
-    """``trainer.fit_loop``."""
+    """View of ``trainer.fit_loop``."""
 
     place = "trainer.fit_loop"
     instead = "Use trainer.state, trainer.current_run and a Callback's hooks instead."
@@ -197,7 +200,7 @@ class FitLoopView(View):
 
 
 class ValidationLoop(View):
-    """``trainer.validate_loop``, and the validation loop of a fit."""
+    """View of ``trainer.validate_loop`` and of a fit's validation loop."""
 
     place = "trainer.validate_loop"
     instead = "Use trainer.num_val_batches, trainer.callback_metrics and on_validation_batch_end instead."
@@ -211,7 +214,7 @@ class ValidationLoop(View):
 
 
 class TestLoop(View):
-    """``trainer.test_loop``."""
+    """View of ``trainer.test_loop``."""
 
     place = "trainer.test_loop"
     instead = "Use trainer.num_test_batches, trainer.callback_metrics and on_test_batch_end instead."
@@ -222,7 +225,7 @@ class TestLoop(View):
 
 
 class PredictLoop(View):
-    """``trainer.predict_loop``."""
+    """View of ``trainer.predict_loop``."""
 
     place = "trainer.predict_loop"
     instead = "Use trainer.predictions, trainer.predict_batch_indices and on_predict_batch_end instead."
@@ -236,7 +239,7 @@ class PredictLoop(View):
 
 
 class DataConnector(View):
-    """``trainer._data_connector``."""
+    """View of ``trainer._data_connector``."""
 
     place = "trainer._data_connector"
     instead = "Pass loaders or a DataModule to trainer.fit, validate, test or predict; read trainer.datamodule."
@@ -244,7 +247,7 @@ class DataConnector(View):
 
 
 class CheckpointConnector(View):
-    """``trainer._checkpoint_connector``."""
+    """View of ``trainer._checkpoint_connector``."""
 
     place = "trainer._checkpoint_connector"
     instead = "Use trainer.save_checkpoint(path), or pass ckpt_path= to fit, validate, test or predict."
@@ -258,7 +261,7 @@ class CheckpointConnector(View):
 
 
 class LoggerConnector(View):
-    """``trainer._logger_connector``."""
+    """View of ``trainer._logger_connector``."""
 
     place = "trainer._logger_connector"
     instead = "Read values from trainer.callback_metrics, logged_metrics or progress_bar_metrics."
@@ -269,10 +272,10 @@ class LoggerConnector(View):
 
 
 class CallbackConnector(View):
-    """``trainer._callback_connector``."""
+    """View of ``trainer._callback_connector``."""
 
     place = "trainer._callback_connector"
-    instead = "trainer.callbacks lists the callbacks in the order in which they are called."
+    instead = "Read trainer.callbacks, which lists the callbacks in the order in which they are called."
     reads: ClassVar[Mapping[str, Read]] = {}
 
 

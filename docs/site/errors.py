@@ -1,4 +1,4 @@
-"""Writes the page about errors: each program runs when the site is built, and its real message is shown."""
+"""Write the page about errors: each program runs when the site is built, and the page shows its real message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 
 from rst import block, heading, indented
 
-#: What every program below begins with. The page shows it once.
+#: The beginning of every program below. The page shows it once.
 BEGIN = """\
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Line(TrainingModule):
 data = TensorDataset(torch.ones(8, 1), torch.ones(8, 1))
 loader = DataLoader(data, batch_size=4)
 """
-#: Added to the arguments of every Trainer here, so that the page stays about the error.
+#: Added to the arguments of every Trainer here, so that nothing but the error is printed.
 QUIET = {
     "max_epochs": 1,
     "logger": False,
@@ -48,7 +48,7 @@ QUIET = {
 
 
 class Case(NamedTuple):
-    """An error: its title, a program that causes it, what is wrong, and what helps."""
+    """An error: its title, a program that causes it, the cause, and the fix."""
 
     title: str
     program: str
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(
-        "The device is not there",
+        "The device is not available",
         'Trainer(accelerator="cuda", devices=2)',
         "torch sees no such device: its build has no support for it, the driver is missing, or "
         "``CUDA_VISIBLE_DEVICES`` hides the device.",
@@ -68,14 +68,14 @@ CASES = [
     Case(
         "A name is misspelled",
         'Trainer(strategy="dpp")',
-        "Strategies, precisions, profilers and devices are chosen by name, and this name is none of them.",
-        "Take the name that the message suggests, or one of its list.",
+        "Strategies, precisions, profilers and devices are chosen by name, and this name does not exist.",
+        "Use the name that the message suggests, or one from its list.",
     ),
     Case(
         "An argument does not exist",
         "Trainer(max_epoch=3)",
         "The name is misspelled, or belongs to another library or version.",
-        "Take the suggested name, or look it up in the :class:`paceline.Trainer` reference.",
+        "Use the suggested name, or look it up in the :class:`paceline.Trainer` reference.",
     ),
     Case(
         "A hook would never be called",
@@ -100,7 +100,7 @@ class Counts(Callback):
 Trainer(callbacks=[Counts()]).fit(Line(), loader)""",
         "The run calls each hook with fixed arguments, and this hook cannot take them. You see this error "
         "before the first batch.",
-        "Copy the line that the message gives.",
+        "Copy the line from the message.",
     ),
     Case(
         "There is no loss",
@@ -125,7 +125,7 @@ class Detached(Line):
 Trainer().fit(Detached(), loader)""",
         "The graph between the weights and the loss is cut, for example by ``.item()``, ``.detach()``, a conversion to "
         "NumPy, or because all parameters are frozen.",
-        "Compute the loss from the outputs as they are. Detach only what you log.",
+        "Compute the loss from the outputs themselves. Detach only values that you log.",
     ),
     Case(
         "The loss is not finite",
@@ -173,7 +173,7 @@ Trainer().fit(LogsAll(), loader)""",
         "Use a smaller batch, or keep the last one.",
     ),
     Case(
-        "The checkpoint is not there",
+        "The checkpoint does not exist",
         'Trainer().fit(Line(), loader, ckpt_path="lost.ckpt")',
         "The path is wrong, is relative to another working directory, or the file was never written.",
         'Pass ``ckpt_path="auto"``, which resumes from the newest valid checkpoint of the run and starts fresh if '
@@ -200,11 +200,11 @@ trainer.fit(Line(), loader)
 trainer.save_checkpoint("line.ckpt")
 trainer.fit(Line(width=2), loader, ckpt_path="line.ckpt")""",
         "The module was built with other arguments, or its code has changed since.",
-        "Build it with the arguments of that time. With ``self.save_hyperparameters()`` in ``__init__``, "
+        "Build it with the arguments used for training. With ``self.save_hyperparameters()`` in ``__init__``, "
         "``load_from_checkpoint`` finds them in the file.",
     ),
     Case(
-        "The checkpoint holds code",
+        "The checkpoint contains code",
         """\
 torch.save({"state_dict": {}, "layer": nn.Linear}, "theirs.ckpt")
 Line.load_from_checkpoint("theirs.ckpt")""",
@@ -230,7 +230,7 @@ Trainer(gradient_clip_val=1.0).fit(Manual(), loader)""",
         "Call ``self.clip_gradients`` in ``training_step``.",
     ),
     Case(
-        "The state of an own loop is not there",
+        "The state of your own loop does not exist",
         'Accelerator(cpu=True).load_state("lost")',
         "The folder does not exist, or is relative to another working directory.",
         "Pass a folder that ``save_state`` wrote.",
@@ -248,10 +248,11 @@ AimLogger()""",
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     text = heading("Common errors", "=") + (
-        "Every message says what failed, with the value, why, and how to fix it. These are the ones that people meet "
-        "most. The programs ran when this page was built, and the messages are theirs. Each program begins with:\n\n"
+        "Every message says what failed, with the value, why, and how to fix it. These are the most common "
+        "ones. The programs ran when this page was built, and the messages are their output. Each program begins "
+        "with:\n\n"
     )
     text += block("python", BEGIN)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

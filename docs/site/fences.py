@@ -1,4 +1,4 @@
-"""Shows blocks ``text output``, which hold what the program before them prints, as output."""
+"""Show blocks ``text output``, which contain what the program before them prints, as output."""
 
 import re
 from typing import Any

@@ -22,7 +22,7 @@ class Page(NamedTuple):
 
 
 def public(room: str) -> list[str]:
-    """The names that a room of the package promises."""
+    """Return the public names of a package."""
     names = importlib.import_module(room).__all__
     return [f"{room}.{name}" for name in sorted(names, key=str.lower)]
 
@@ -223,14 +223,14 @@ PAGES: dict[str, Page] = {
 
 
 def find(name: str) -> Any:
-    """The object that a dotted name stands for."""
+    """Return the object with a dotted name."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 
 @cache
 def home() -> dict[str, str]:
-    """The name under which each public name is described: the first page that has the same object."""
+    """Return the name under which each public name is described: the first page with the same object has it."""
     homes, described = {}, {}
     for page in PAGES.values():
         for names in page.sections.values():
@@ -240,7 +240,7 @@ def home() -> dict[str, str]:
 
 
 def text(page: Page) -> str:
-    """The page's text."""
+    """Return the page's text."""
     made = heading(page.title, "=") + (f".. py:module:: {page.room}\n\n" if page.room else "")
     made += f"{page.about} Guide: :doc:`/{page.guide}`.\n\n"
     done = set()
@@ -270,7 +270,7 @@ def described(found: Any) -> bool:
 
 
 def entry(name: str) -> str:
-    """One object's description."""
+    """Return the description of one object."""
     found, at = find(name), home()[name]
     if at != name or not described(found):
         module, _, own = name.rpartition(".")

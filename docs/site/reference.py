@@ -1,4 +1,4 @@
-"""Writes the pages of the reference from the package itself, whenever the site is built."""
+"""Write the pages of the reference from the package itself, whenever the site is built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
-#: Pages that are made from tables, before those of classes and functions.
+#: Pages that are built from tables; they come before the pages of classes and functions.
 TABLES = {"hooks": tables.hooks, "commands": tables.commands, "settings": tables.settings, "errors": errors.page}
 
 
@@ -34,13 +34,13 @@ def write_pages(app: Sphinx, config: Any) -> None:
 
 
 def describe_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Show each list of pages of docs/reference.md as a table with what each page has."""
+    """Show each list of pages in docs/reference.md as a table that describes each page."""
     if page == "reference":
         source[0] = re.sub(r"```\{toctree\}\n:caption: (.*)\n:maxdepth: 1\n\n([^`]*)```", described(app), source[0])
 
 
 def described(app: Sphinx) -> Callable[[re.Match[str]], str]:
-    """What a list of pages becomes: a heading, a table, and the list for the sidebar."""
+    """Return a function that replaces a list of pages with a heading, a table, and the list for the sidebar."""
 
     def row(name: str) -> str:
         title, _, about = re.split(r"\n", Path(app.srcdir, f"{name}.rst").read_text(encoding="utf-8"), maxsplit=2)
@@ -57,7 +57,7 @@ def described(app: Sphinx) -> Callable[[re.Match[str]], str]:
 
 
 def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
-    """Read a bare name in a class's types as the file that defines the class does: there are two Accelerators."""
+    """Resolve a bare name in a class's types as in the file that defines the class: there are two Accelerators."""
     for node in page.findall(pending_xref):
         if node.get("refdomain") != "py" or not node.get("py:class") or "." in node["reftarget"]:
             continue
@@ -69,7 +69,7 @@ def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
 
 
 def set_dashes(app: Sphinx, page: nodes.document) -> None:
-    """Separate the name of an argument from its description by a dash; Sphinx leaves that to its smart quotes."""
+    """Put a dash between an argument's name and its description; Sphinx does so only with smart quotes."""
     for node in list(page.findall(nodes.Text)):
         if node.astext() == " -- ":
             node.parent.replace(node, nodes.Text(" \N{EN DASH} "))
@@ -77,7 +77,7 @@ def set_dashes(app: Sphinx, page: nodes.document) -> None:
 
 @cache
 def by_last_part(env: BuildEnvironment) -> dict[str, list[str]]:
-    """Every described name, by its last part."""
+    """Return every described name, grouped by its last part."""
     names: dict[str, list[str]] = {}
     for full in env.domains.python_domain.objects:
         names.setdefault(full.rpartition(".")[2], []).append(full)

@@ -1,4 +1,4 @@
-"""The few forms of reStructuredText that the written pages are made of."""
+"""The few forms of reStructuredText that the generated pages use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def block(language: str, text: str) -> str:
 
 
 def indented(text: str, *head: str) -> str:
-    """A directive with its content."""
+    """Return a directive with its content."""
     return "\n".join(head) + "\n\n" + textwrap.indent(text.rstrip(), "   ") + "\n\n"
 
 
@@ -32,5 +32,5 @@ def literal(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text whose characters mean nothing to reStructuredText."""
+    """Escape the characters that have a meaning in reStructuredText."""
     return "".join("\\" + sign if sign in "*`|_\\" else sign for sign in text)

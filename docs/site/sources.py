@@ -1,4 +1,4 @@
-"""Makes a page of every file of the repository that a page of the documentation links to, so that the link works."""
+"""Write a page for every file of the repository that the documentation links to, so that the link works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_pages(app: Sphinx, config: Any) -> None:
 
 
 def linked(root: Path, origin: str, text: str) -> Iterator[str]:
-    """The paths in the repository that a Markdown file links to, without those of docs/."""
+    """Yield the paths in the repository that a Markdown file links to, without those in docs/."""
     for link in LINK.finditer(text):
         path = goal(origin, link[0])
         if (root / path).exists() and not path.startswith("docs/"):
@@ -43,19 +43,19 @@ def linked(root: Path, origin: str, text: str) -> Iterator[str]:
 
 
 def goal(origin: str, target: str) -> str:
-    """The path in the repository of a link's target."""
+    """Return the path of a link's target in the repository."""
     return Path(os.path.normpath(Path(origin).parent / target)).as_posix()
 
 
 def place(path: str) -> str:
-    """Where the site has the page of a file: its path below docs/."""
+    """Return the path below docs/ of the page that shows a file."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"{FOLDER}/{path}" if path.endswith(".md") else f"{FOLDER}/{path}.rst"
 
 
 def led(root: Path, origin: str, text: str) -> str:
-    """The text of a Markdown file, with its links pointing at pages of the site."""
+    """Return the text of a Markdown file, with its links pointing to pages of the site."""
     here = Path(place(origin)).parent
 
     def there(link: re.Match[str]) -> str:
@@ -66,7 +66,7 @@ def led(root: Path, origin: str, text: str) -> str:
 
 
 def listing(root: Path, path: str) -> str:
-    """A page that shows a file, or the files of a folder."""
+    """Return a page that shows a file, or the files of a folder."""
     text = ":orphan:\n:nosearch:\n\n" + heading(path, "=")
     up = "../" * (len(Path(path).parts) + 1)
     whole = root / path
@@ -78,7 +78,7 @@ def listing(root: Path, path: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file unless it has this text: Sphinx reads again what is newer than its last build."""
+    """Write a file unless it already has this text: Sphinx reads files again that are newer than its last build."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What surrounds the text of a page: title and description, frames of pictures, and whether the search looks at it."""
+"""Set what surrounds a page's text: title, description, frames of pictures, and whether the search covers it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 
-#: Pages with a word on every subject, which would be found first whatever is searched. They can be read, not searched.
+#: Pages that mention every subject and would be found first by every search. They are left out of the search.
 UNSEARCHED = ("licenses", "sources/CHANGELOG", "sources/README", "sources/benchmarks/README")
 LONGEST = 300
 
@@ -19,7 +19,7 @@ def leave_out_of_search(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def frame_pictures(app: Sphinx, doctree: nodes.document) -> None:
-    """Put each picture of a page into an element of its own, which can scroll on a narrow screen."""
+    """Put each picture of a page into a separate element, which can scroll on a narrow screen."""
     for picture in list(doctree.findall(nodes.image)):
         if isinstance(picture.parent, nodes.section):
             frame = nodes.container(classes=["picture", *picture["classes"]])
@@ -28,7 +28,7 @@ def frame_pictures(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def describe(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
-    """Give a page its first paragraph as its description, and the start page a title that names Paceline once."""
+    """Use a page's first paragraph as its description, and give the start page a title that names Paceline once."""
     if page == app.config.root_doc:
         context["title"], context["docstitle"] = f"{app.config.html_title}: training for PyTorch", ""
     first = next(doctree.findall(nodes.paragraph), None) if doctree else None

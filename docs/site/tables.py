@@ -1,4 +1,4 @@
-"""The pages of the reference that are made from the package's tables: hooks, commands, settings."""
+"""The pages of the reference that are built from the package's tables: hooks, commands, settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rst import block, heading, literal, plain, table
 
 
 def hooks() -> str:
-    """One entry per hook."""
+    """Return the page of hooks, with one entry per hook."""
     from paceline.callbacks.base import HOOKS, Callback
     from paceline.data.datamodule import DataModule
     from paceline.trainer.hook_names import DATA_METHODS, MODULE_METHODS
@@ -37,7 +37,7 @@ def hooks() -> str:
 
 
 def hook(name: str, owners: dict[str, type]) -> str:
-    """A hook's entry, from its docstrings."""
+    """Return a hook's entry, from its docstrings."""
     having = {who: found for who, kind in owners.items() if (found := getattr(kind, name, None)) and found.__doc__}
     if not having:
         return ""
@@ -66,7 +66,7 @@ def signature(function: Any) -> str:
 
 
 def clauses(doc: str) -> list[str]:
-    """A docstring's sentences, and the clauses about rights as sentences of their own."""
+    """Return a docstring's sentences; what a hook may and must not do becomes separate sentences."""
     body = doc.partition("\n\nArgs:")[0].partition("\n\nReturns:")[0].partition("\n\nRaises:")[0]
     text = re.sub(r"; (?=(may|must not) )", ". ", " ".join(body.split()))
     text = re.sub(r":meth:`(?:~)?(\w+)`", r"``\1``", text)
@@ -82,7 +82,7 @@ def topic(clause: str) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments, from the parsers."""
+    """Return the page of commands with their arguments, from the parsers."""
     from paceline.cli.main import COMMANDS
 
     text = heading("All commands and options", "=") + (
@@ -106,29 +106,28 @@ def option(parser: ArgumentParser, action: Action) -> str:
     takes = "" if action.nargs == 0 else f" {formatter._format_args(action, action.dest.upper())}"
     form = ", ".join(f"{one}{takes}" for one in action.option_strings) or str(action.metavar or action.dest)
     words = " ".join(formatter._expand_help(action).split()) if action.help else ""
-    facts = "; ".join(accepted(action, words))
+    facts = "; ".join(accepted(action, words, listed="{" in takes))
     return f".. option:: {form}\n\n   {plain(words)}{' ' * bool(facts)}{facts and f'({facts})'}\n\n"
 
 
-def accepted(action: Action, words: str) -> Iterator[str]:
-    """What an option accepts and what it is without it, unless its help says so."""
+def accepted(action: Action, words: str, listed: bool) -> Iterator[str]:
+    """Return the values of an option, unless its form lists them, and its default, unless its help names it."""
     from paceline.settings import SETTINGS
 
     one = SETTINGS.get(action.dest)
     default = one.default if one and one.default is not None else action.default
     if action.nargs == 0:
         default = bool(default)
-    elif one:
-        yield plain(one.accepts)
-    elif action.choices:
-        yield plain(", ".join(map(str, action.choices)))
+    elif one or action.choices:
+        if not listed:
+            yield plain(one.accepts if one else ", ".join(map(str, action.choices or ())))
     elif action.type in (int, float):
         yield "a whole number" if action.type is int else "a number"
     if default not in (None, SUPPRESS, []) and "default" not in words:
         yield f"default: {literal(str(default).lower() if isinstance(default, bool) else str(default))}"
 
 
-#: Titles of groups of settings that their names do not give.
+#: Titles of groups of settings that cannot be derived from their names.
 GROUPS = {"deepspeed": "DeepSpeed", "fsdp": "FSDP", "dynamo": "Compiling", "parallelism_config": "Parallelism"}
 #: Variables that belong to no setting.
 VARIABLES = {
@@ -143,7 +142,7 @@ VARIABLES = {
 
 
 def settings() -> str:
-    """Every setting, and every environment variable."""
+    """Return the page of settings and environment variables."""
     from paceline.settings import SETTINGS
 
     text = heading("All settings and environment variables", "=") + (

@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO."""
+"""The strategy that shards training with DeepSpeed's ZeRO."""

@@ -44,8 +44,8 @@ def use_device(kind: str) -> None:
     chosen = import_module("deepspeed").get_accelerator().device_name()
     if chosen != kind:
         raise RuntimeError(
-            f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Create the Trainer "
-            f"first, or set DS_ACCELERATOR={kind} in the environment."
+            f"DeepSpeed was imported for {chosen!r} before the Trainer was created, but the Trainer runs on {kind!r}. "
+            f"Create the Trainer first, or set DS_ACCELERATOR={kind} in the environment."
         )
     # Paceline counts the steps that fp16 skips, and reports other skipped steps itself.
     logging.getLogger("DeepSpeed").addFilter(_no_overflow)

@@ -107,8 +107,8 @@ class DeepSpeedSettings:
             if getattr(self, name) not in (None, False, "", "none"):
                 raise NotImplementedError(
                     f"{type(self).__name__}({name}={getattr(self, name)!r}) is not supported: Paceline can clip, "
-                    "scale and save only 16-bit and 32-bit tensors that are held in memory, and does not support "
-                    f"mixture-of-experts models. Leave {name} out."
+                    "scale and save only 16-bit and 32-bit tensors in memory, and does not support mixture-of-experts "
+                    f"models. Leave {name} out."
                 )
         for field, default, why in (
             ("is_train_batch_min", True, "DeepSpeed does not need the batch size"),
@@ -126,8 +126,8 @@ class DeepSpeedSettings:
             device = str(getattr(self, name) or "none").lower()
             if device not in ("none", "cpu"):
                 raise ValueError(
-                    f"{type(self).__name__}({name}={device!r}): Paceline can clip, scale and save only tensors that "
-                    "are held in memory. Choose 'cpu' or 'none'."
+                    f"{type(self).__name__}({name}={device!r}): Paceline can clip, scale and save only tensors in "
+                    "memory. Choose 'cpu' or 'none'."
                 )
             if device == "cpu":
                 found[argument] = True
@@ -162,14 +162,14 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     for key in ("offload_optimizer", "offload_param"):
         if found.get("zero_optimization", {}).get(key, {}).get("device") == "nvme":
             raise ValueError(
-                f"{name} sets the device of {key} to 'nvme', but Paceline can clip, scale and save only tensors that "
-                'are held in memory. Use "device": "cpu".'
+                f"{name} sets the device of {key} to 'nvme', but Paceline can clip, scale and save only tensors in "
+                'memory. Use "device": "cpu".'
             )
     return found
 
 
 def read_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return everything in a configuration as a dict.
+    """Return a complete configuration as a dict, from a file if ``config`` is a path.
 
     Raises:
         ValueError: the file does not exist or is not JSON.
@@ -192,9 +192,14 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} is not valid JSON: {error}.") from None
+        raise ValueError(
+            f"DeepSpeedStrategy: config={str(path)!r} is not valid JSON: {error}. Correct the file, or pass a dict."
+        ) from None
     if not isinstance(found, dict):
-        raise ValueError(f"DeepSpeedStrategy: config={str(path)!r} contains {messages.a(found)}, not a JSON object.")
+        raise ValueError(
+            f"DeepSpeedStrategy: config={str(path)!r} contains {messages.a(found)}, but a configuration must be a "
+            "JSON object."
+        )
     return found
 
 
@@ -226,7 +231,7 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
     chosen = zero.get("stage", stage)
     if isinstance(chosen, bool) or chosen not in (1, 2, 3):
         hint = " For stage 0, use strategy='ddp'." if chosen == 0 else ""
-        raise ValueError(f"DeepSpeedStrategy has no ZeRO stage {chosen!r}. Choose 1, 2 or 3.{hint}")
+        raise ValueError(f"DeepSpeedStrategy does not support ZeRO stage {chosen!r}. Choose 1, 2 or 3.{hint}")
     if chosen != 3 and (offload_parameters or zero.get("offload_param")):
         raise ValueError(
             f"DeepSpeedStrategy(stage={chosen}) cannot offload parameters: only stage 3 partitions them. Use "
@@ -295,7 +300,7 @@ def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate:
         enabled = config.get(key, {}).get("enabled")
         if enabled is not None and bool(enabled) != (precision == mine):
             raise ValueError(
-                f"The DeepSpeed configuration says {key}.enabled={enabled!r}, but the precision is {precision!r}. "
+                f"The DeepSpeed configuration sets {key}.enabled={enabled!r}, but the precision is {precision!r}. "
                 f"DeepSpeed's {key} mode keeps 16-bit weights and a float32 copy in the optimizer: use "
                 f"Trainer(precision={mine!r}) for this mode, or leave {key!r} out of the configuration."
             )
@@ -315,7 +320,7 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
     for key, real in (("train_micro_batch_size_per_gpu", micro), ("train_batch_size", whole)):
         if config.get(key, real) != real:
             raise ValueError(
-                f"The DeepSpeed configuration says {key}={config[key]}, but the train loader has batch_size={micro}"
+                f"The DeepSpeed configuration sets {key}={config[key]}, but the train loader has batch_size={micro}"
                 f"{'' if real == micro else f', which makes {real} per step'}. The loader sets the batch size. "
                 f'Leave {key} out, or set it to "auto".'
             )
@@ -323,6 +328,6 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
 
 def _two(key: str, asked: Any, argument: str, value: Any) -> str:
     return (
-        f"The DeepSpeed configuration says {key}={asked!r}, but the Trainer has {argument}={value!r}. The Trainer "
+        f"The DeepSpeed configuration sets {key}={asked!r}, but the Trainer has {argument}={value!r}. The Trainer "
         f'decides: leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
     )

@@ -23,8 +23,8 @@ from ...torch_private import IncompatibleKeys, load_own_tensors, saved_versions
 class Piece:
     """The part of a parameter that this rank updates.
 
-    It has ``numel`` elements (0 if other ranks hold them all). They begin at ``start`` in the float32 partition
-    ``flat``, shape (partition,), and at ``first`` in the flattened parameter.
+    It has ``numel`` elements (0 if other ranks hold the whole parameter). They begin at ``start`` in the float32
+    partition ``flat``, shape (partition,), and at ``first`` in the flattened parameter.
     """
 
     flat: Tensor
@@ -119,8 +119,8 @@ def optimizer_states(
 ) -> dict[int, dict[str, Any]]:
     """Return the optimizer's state by parameter index, with its flat tensors gathered.
 
-    Other values (such as a step count) are unchanged. ``found`` has this rank's pieces. Every rank must call this, but
-    only ranks with ``keep`` get the result.
+    Other values (such as a step count) are unchanged. ``found`` contains this rank's pieces. Every rank must call this,
+    but only ranks with ``keep`` get the result.
     """
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in parameters.items():

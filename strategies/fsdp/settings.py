@@ -197,7 +197,7 @@ class FSDPSettings:
         self._say_wrapping()
 
     def _say_wrapping(self) -> None:
-        """Report fields that the way of wrapping does not use."""
+        """Report fields that the chosen wrapping policy does not use."""
         classes, least = "transformer_cls_names_to_wrap", "min_num_params"
         unused = {classes: self._class_names() or None, least: self.min_num_params or None}
         policy, decides = self.auto_wrap_policy, "auto_wrap_policy"
@@ -222,7 +222,7 @@ def _truth(value: Any) -> bool:
 
 
 def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
-    """Return the word that a string, a torch enum or an enum's number (counting from 1) stands for."""
+    """Convert a string, a torch enum or an enum's number (counting from 1) to one of ``words``."""
     text = str(getattr(value, "name", value)).upper()
     if text.isdecimal() and 1 <= int(text) <= len(words):
         return words[int(text) - 1]

@@ -179,8 +179,8 @@ class FSDPStrategy(DistributedStrategy):
         if mesh is not None:
             if mesh.ndim > 2 or mesh.size() != world:
                 raise ValueError(
-                    f"FSDPStrategy: device_mesh has shape {tuple(mesh.shape)}, which is {mesh.size()} processes, but "
-                    f"this run has {world}. Pass a mesh of all processes, 1-D or 2-D (replicate, shard)."
+                    f"FSDPStrategy: device_mesh has shape {tuple(mesh.shape)}, which needs {mesh.size()} processes, "
+                    f"but this run has {world}. Pass a mesh of all processes, 1-D or 2-D (replicate, shard)."
                 )
             return tuple(mesh.shape)
         replicate, shard = self.sizes
@@ -338,7 +338,7 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _ignored_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters of this module that are not sharded, as they are now."""
+        """Return the current parameters of this module that are not sharded."""
         return {parameter for module in self._ignored for parameter in module.parameters()}
 
     def _give_rank_zeros_values(self, part: nn.Module, later: Collection[Tensor] = ()) -> None:
@@ -372,7 +372,7 @@ class FSDPStrategy(DistributedStrategy):
     def _evaluate(holder: Any, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run an evaluation step, then free the weights that it gathered.
 
-        It runs outside inference mode, because weights gathered in inference mode cannot be trained later.
+        The step runs outside inference mode, because weights gathered in inference mode cannot be trained later.
         """
         with torch.inference_mode(False), torch.no_grad():
             result = holder(step, *args, **kwargs)
@@ -401,7 +401,7 @@ class FSDPStrategy(DistributedStrategy):
             foreign = [p for p in given if id(p) not in own]
             if foreign:
                 raise ValueError(
-                    f"{len(foreign)} of the {len(given)} parameters of {kind} are not in the sharded module "
+                    f"The sharded module does not contain {len(foreign)} of the {len(given)} parameters of {kind} "
                     f"(the first one has shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
                     "them, so an optimizer created earlier (in __init__) would train unused tensors. Create it in "
                     "configure_optimizers, from self.parameters(); in your own loop, pass it the parameters of a "

@@ -81,8 +81,8 @@ def parameter_ids(modules: Iterable[nn.Module]) -> set[int]:
 def choose_blocks(root: nn.Module, policy: Policy, whole: Collection[int] = ()) -> dict[str, nn.Module]:
     """Return the modules inside ``root`` to shard separately, by name, outer modules first.
 
-    Modules that share a parameter stay in the root's group, so that the parameter remains one tensor. ``whole`` holds
-    the ids of parameters that are not sharded; a module that has no others is never chosen.
+    Modules that share a parameter stay in the root's group, so that the parameter remains one tensor. ``whole``
+    contains the ids of parameters that are not sharded; a module that has only such parameters is never chosen.
 
     Raises:
         ValueError: the policy matches no module; the message lists the model's classes.

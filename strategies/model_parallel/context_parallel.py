@@ -68,7 +68,7 @@ class SplitSequences:
         Args:
             tensors: the tensors to change in place.
             dims: the sequence dimension of each tensor.
-            unrestored: those of the tensors that keep their part afterwards.
+            unrestored: the tensors that are not restored afterwards.
         """
         said = "maybe_context_parallel(buffer_seq_dims=...)"
         kept = {id(tensor) for tensor in unrestored}
@@ -95,7 +95,7 @@ class SplitSequences:
         """Return a model's forward without ``attention_mask``, if causal attention hides the padding anyway.
 
         A mask that was split covers only one part of the sequence. Padding at the end has no effect on the tokens
-        before it. Reads the mask on the host.
+        before it. This copies the mask to the host.
         """
 
         def forward_without(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ class SplitSequences:
             counts = whole != 0
             if bool((counts[:, 1:] & ~counts[:, :-1]).any()):
                 raise NotImplementedError(
-                    "attention_mask hides tokens that are followed by others. With split sequences, only padding at "
+                    "attention_mask hides tokens that precede visible tokens. With split sequences, only padding at "
                     "the end of each sequence can be hidden. Pad on the right (padding_side='right')."
                 )
             self.attention.padded = not bool(counts.all())
@@ -145,8 +145,8 @@ class SplitSequences:
         count = self.mesh.size()
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
-                f"{said} says that dimension {dim} of {name} is the sequence, but its shape is {tuple(tensor.shape)}. "
-                "Pass the sequence dimension of each tensor."
+                f"{said} sets {dim} as the sequence dimension of {name}, but its shape is {tuple(tensor.shape)}. Pass "
+                "the sequence dimension of each tensor."
             )
         if tensor.shape[dim] % count:
             raise ValueError(
@@ -157,9 +157,9 @@ class SplitSequences:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Raise a NotImplementedError if a layer would compute something else on a part of a sequence.
+    """Raise a NotImplementedError if a layer would compute a different result on a part of a sequence.
 
-    This knows recurrent layers of torch, and the configurations of models from transformers.
+    This recognizes torch's recurrent layers and the configurations of models from transformers.
     """
     for name, part in module.named_modules():
         config = getattr(part, "config", None)
@@ -188,7 +188,7 @@ def check_layers(module: nn.Module) -> None:
 class _Attention(TorchFunctionMode):
     """Context manager in which attention uses this part's queries with the keys and values of all parts.
 
-    It may be entered again inside itself, which has no further effect.
+    Entering it again inside itself has no effect.
 
     Attributes:
         padded: whether the sequences end with padding that only causal attention hides.
@@ -226,7 +226,7 @@ class _Attention(TorchFunctionMode):
     ) -> None:
         """Run ``tensor.backward`` inside this context, for forward passes that activation checkpointing repeats.
 
-        While torch handles a tensor's function, it leaves the context. A gradient edge is not a tensor.
+        Torch would leave the context in ``tensor.backward``, so this runs backward from the tensor's gradient edge.
         """
         if inputs is not None or not tensor.requires_grad or (gradient is None and tensor.numel() != 1):
             tensor.backward(gradient, retain_graph, create_graph, inputs)

@@ -1,4 +1,4 @@
-"""Batches whose sequences prepared loaders split across processes, as DeepSpeed's Ulysses does."""
+"""Split sequences across processes in prepared loaders, as DeepSpeed's Ulysses does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SplitBatches(SplitSequences):
                 raise RuntimeError(
                     f"{_SAID} splits the sequences of batches, but a forward pass with gradients got none of the "
                     "tensors of such a batch. Prepare the loader in the same call as the model, pass the tensors of "
-                    "its batches unchanged, and put evaluation into torch.no_grad()."
+                    "its batches unchanged, and run evaluation under torch.no_grad()."
                 )
             return step(*args, **kwargs)
 

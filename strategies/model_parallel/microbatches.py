@@ -18,13 +18,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     """Split a batch along the first dimension of its tensors.
 
-    Tensors whose first dimension differs in size from that of the batch's first tensor are passed to every micro-batch
-    unsplit. Lists with one value per sample (a string, a number) are split like tensors.
+    Tensors whose first dimension has a different size than the batch's first tensor are not split; every micro-batch
+    gets the full tensor. Lists with one value per sample (a string, a number) are split like tensors.
 
     Args:
         batch: tensors in tuples, lists, mappings or dataclasses.
         count: number of micro-batches, at most one per sample. If the samples cannot be distributed evenly,
-            the first micro-batches get one sample more.
+            the first micro-batches get one more sample.
 
     Returns:
         The micro-batches, and the number of samples in each.
@@ -96,7 +96,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def form_of(batch: Any) -> tuple[Any, ...]:
-    """Return the shapes and dtypes of a batch's tensors, which determine those of the step's results."""
+    """Return the shapes and dtypes of a batch's tensors, which determine the form of the step's results."""
     return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves(batch))
 
 

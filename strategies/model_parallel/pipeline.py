@@ -35,7 +35,7 @@ _HOST = torch.device("cpu")
 
 
 class Pipeline:
-    """Runs the steps of a module whose blocks are on successive processes, for ModelParallelStrategy.
+    """Runs the steps of a ModelParallelStrategy's module, whose blocks are on successive processes.
 
     All processes of a pipeline see the same batch. It is split into micro-batches, which pass through the stages one
     after another. Every stage runs ``training_step`` for each micro-batch, from the stage's first block to its last.
@@ -126,7 +126,7 @@ class Pipeline:
         self.weights = Weights(self, self.stages)
 
     def rest(self) -> None:
-        """Free the buffers."""
+        """Free the buffers of the last run's micro-batches."""
         self._plans.clear()
         self._passages.clear()
         self._leaf = None
@@ -241,7 +241,7 @@ class Pipeline:
         return {**output, "loss": loss} if output else loss
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
-        """Finish the last batch's gradients by multiplying them by the factor that the loss was multiplied by."""
+        """Multiply the last batch's gradients by the factor that the user applied to the loss, and reduce them."""
         leaf, weights = self._leaf, self.held
         if leaf is None:
             raise RuntimeError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
 
 _HOST = torch.device("cpu")
-#: Words in the errors of operations that need a tensor's values when only its shape is known.
+#: Phrases in the errors of operations that need a tensor's values when only its shape is known.
 _SIGNS = ("meta", "FakeTensor", "fake_tensor")
 
 
@@ -35,8 +35,8 @@ class Call:
         seed: seed for all stages; random numbers still differ between micro-batches and between stages.
         scale: fp16's loss scale, or None.
         training: whether to run backward too.
-        unit: number of items by which weighted losses are divided, about as many as in a micro-batch, so that the
-            losses stay in fp16's range; None if not known yet.
+        unit: divisor of weighted losses, about the number of items in a micro-batch, which keeps the losses in fp16's
+            range; None if not known yet.
     """
 
     def __init__(

@@ -145,7 +145,7 @@ class Stages:
 
 
 class StageRun:
-    """Context manager for one run of a step on one stage; it intercepts the calls of blocks.
+    """Context manager for one run of a step on one stage; it intercepts calls to blocks.
 
     Args:
         stages: all stages.
@@ -197,7 +197,7 @@ class StageRun:
         return False
 
     def _answer(self, block: int, how: Callable[..., Any]) -> None:
-        """Make ``how`` handle the calls of a block, before hooks and compiled code run."""
+        """Make ``how`` handle calls to a block, before hooks and compiled code run."""
         attributes = vars(self.stages.blocks[block])
         self._before[block] = attributes.get(COMPILED_CALL)
         attributes[COMPILED_CALL] = how
@@ -219,7 +219,7 @@ class StageRun:
             if current_function_mode() is mode:  # otherwise one of the user's modes is still active inside it
                 mode.__exit__(None, None, None)
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- handling calls --------------------------------------------------------------------------------------------
 
     def _skip(self, block: int, *args: Any, **kwargs: Any) -> Any:
         known = self.passage.skipped
@@ -341,7 +341,7 @@ def is_weight(leaf: Any) -> bool:
 
 
 def is_fake(leaf: Any) -> bool:
-    """Return True if this is a fake tensor, which stands for a result from before the stage's first block."""
+    """Return True if this is a fake tensor, which replaces a result from before the stage's first block."""
     return isinstance(leaf, FakeTensor)
 
 
@@ -361,7 +361,7 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     """Return the names and sizes of the blocks.
 
-    The blocks are the children of the container that divides the most parameters among its children.
+    The blocks are the children of the container with the most parameters, not counting its largest child.
     """
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
@@ -416,8 +416,8 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     """Return the names of the blocks (the split points and their siblings), and the first block of each stage."""
     if isinstance(split_points, str) or len(split_points) != count - 1:
         raise ValueError(
-            f"split_points={split_points!r} must be a list of {count - 1} names for {count} pipeline stages: the first "
-            "modules of the second and later stages."
+            f"split_points={split_points!r} must list the name of the first module of each pipeline stage except the "
+            f"first one ({count - 1} in total, for {count} stages)."
         )
     known = [name for name, _ in module.named_modules() if name]
     for name in split_points:

@@ -134,7 +134,7 @@ class Weights:
     def _sum_across(self, users: tuple[int, ...], flat: Tensor) -> None:
         """Sum a tensor in place across some of the pipeline's processes.
 
-        They need no process group of their own: all processes would have to create it, those of other pipelines too.
+        This avoids a separate process group, which all processes, including other pipelines, would have to create.
         """
         group = self.pipeline.group
         if len(users) == self.pipeline.size:
@@ -179,7 +179,7 @@ class Weights:
     def _counts(self, name: str | None) -> bool:
         """Return True if this process includes a gradient in the total norm.
 
-        For a weight that several processes share, only the first of them does.
+        If several processes share a weight, only the first of these processes includes its gradient.
         """
         if name is None:
             return self.pipeline.rank == 0

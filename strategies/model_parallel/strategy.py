@@ -149,9 +149,9 @@ class ModelParallelStrategy(FSDPStrategy):
             )
         if self.ignored_modules is not None and (tensor_parallel != 1 or pipeline_parallel != 1):
             raise ValueError(
-                f"ModelParallelStrategy(ignored_modules=...) works only where parameters are sharded across data, not "
-                f"with tensor_parallel={tensor_parallel!r} and pipeline_parallel={pipeline_parallel}, which split "
-                "modules. Leave ignored_modules out, or leave the modules out of the split with plan={...}."
+                "ModelParallelStrategy(ignored_modules=...) only works if whole modules are sharded, but "
+                f"tensor_parallel={tensor_parallel!r} and pipeline_parallel={pipeline_parallel} split modules. Leave "
+                "ignored_modules out, or leave the modules out of the split with plan={...}."
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None

@@ -1,4 +1,4 @@
-"""Split layers across processes, by a user's plan or automatically, in the two ways that a linear layer can be split.
+"""Split layers across processes, by a user's plan or automatically. A linear layer can be split in two ways.
 
 Two linear layers are split together if the operations between them treat each feature, or each attention head,
 independently: the first layer by its outputs, the second by its inputs. Such a pair needs one sum across processes in
@@ -74,7 +74,7 @@ class Splitter:
         parallelize_module(self.module.get_submodule(name), self.mesh, self.styles[name])
 
     def check(self, name: str) -> None:
-        """Compare the output of a split network with that of the unsplit network.
+        """Compare a network's output before and after the split.
 
         Raises:
             ValueError: the outputs differ, because an operation between the layers needs all features.
@@ -237,7 +237,7 @@ class SplitLoss(TorchFunctionMode):
 
 
 class Columns(ParallelStyle):
-    """Splits a linear layer so that each process computes some of its outputs from all inputs."""
+    """Splits a linear layer so that each process computes some of the layer's outputs from all inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         outputs = 1 if is_transposed(module) else 0
@@ -247,7 +247,7 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Splits a linear layer's weight along its input dimension, and sums the partial results over the ranks.
+    """Splits a linear layer's weight along its input dimension, and sums the partial results across ranks.
 
     Its inputs are the outputs of a :class:`Columns` layer.
     """

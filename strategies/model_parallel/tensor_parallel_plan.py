@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from ...torch_private import Convolution
 
 _Q = ("q", "q_proj", "query", "query_proj", "wq", "w_q", "W_q", "Wq", "to_q", "q_lin", "q_linear", "linear_q")
-#: Names of an attention's three projections, keyed by the name of the first.
+#: Names of an attention layer's three projections, keyed by the name of the first.
 PROJECTIONS = {
     q: tuple(q.replace("query", word) for word in ("query", "key", "value"))
     if q.startswith("query")
     else tuple(q.replace("q", letter, 1) for letter in "qkv")
     for q in _Q
 } | {"queries": ("queries", "keys", "values")}
-#: Possible names of the layer that joins an attention's heads.
+#: Possible names of the layer that joins an attention layer's heads.
 JOINS = ("o", "o_proj", "out_proj", "out", "wo", "w_o", "W_o", "Wo", "to_out", "out_lin", "out_linear", "output_proj",
          "proj", "c_proj", "dense", "output", "proj_out", "o_linear", "linear_o", "linear_out")  # fmt: skip
 #: Layer names of an MLP: the layers that get its input, and the one that computes its output.
@@ -47,7 +47,7 @@ WIDTHS = ("all_head_size", "inner_dim")
 FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "query_key_value", "Wqkv", "to_qkv", "attn_qkv", "to_kv", "kv_proj")
 #: Possible names of the layer that computes the logits.
 LAST = ("head", "lm_head", "output", "classifier", "logits", "unembed", "to_logits", "out", "decoder", "proj_out")
-#: Featurewise operations, which may stand between the two linear layers of a network.
+#: Featurewise operations, which are allowed between the two linear layers of a network.
 FEATUREWISE = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid,
     nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Identity,
@@ -337,7 +337,7 @@ def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) -> bool:
-    """Return True if no other child can need all hidden features, as a child with weights of that width could."""
+    """Return True unless another child may need all hidden features, because its weights have the hidden width."""
     width, outer = _outputs(first), inputs(first)
     for key, child in owner.named_children():
         if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):

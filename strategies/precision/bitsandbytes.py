@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 or 8 bits, through bitsandbytes."""
+"""Linear layers with 4-bit or 8-bit weights, through bitsandbytes."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class BitsandbytesPrecision(MixedPrecision):
     """The precisions ``"bnb.nf4"``, ``"bnb.int8"``, ...: the weights of linear layers take 4 or 8 bits.
 
-    When the run starts, layers of bitsandbytes replace the module's linear layers, which are quantized one after the
-    other on their way to the device, and stay in the module. They are frozen: other layers, such as LoRA adapters,
-    train (Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023). A step runs in autocast. Checkpoints
-    hold the quantized weights, so a resumed run has exactly the same ones; weights in other files are quantized when
-    they are loaded.
+    When the run starts, bitsandbytes layers replace the module's linear layers and stay in the module. Their weights
+    are quantized one layer at a time while they are moved to the device. The new layers are frozen; other layers, such
+    as LoRA adapters, are trained (Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023). Steps run in
+    autocast. Checkpoints contain the quantized weights, so a resumed run has exactly the same weights; weights from
+    other files are quantized when they are loaded.
 
-    Which layers: if some of the module's linear layers are frozen, only these, because the others are to be trained;
-    otherwise all of them. Subclasses of ``nn.Linear`` and layers with a shared weight are left as they are. A module
-    that already has layers of bitsandbytes (from transformers, for example) is not changed.
+    If some of the module's linear layers are frozen, only these are replaced, because the others will be trained;
+    otherwise, all linear layers are replaced. Subclasses of ``nn.Linear`` and layers with a shared weight are never
+    replaced. A module that already has bitsandbytes layers (from transformers, for example) is not changed.
 
-    Needs the package ``bitsandbytes``, and a strategy whose processes hold the whole model: one device or DDP.
+    Requires the package ``bitsandbytes``, and a strategy whose processes hold the whole model: one device or DDP.
 
     Args:
-        mode: ``"nf4"`` or ``"fp4"`` (4 bits), the same with ``"-dq"`` (their scales are quantized too), ``"int8"``
-            (8 bits), or ``"int8-training"``: the weights stay floating-point numbers and train, and only the products
-            are in 8 bits.
-        dtype: what a step computes in; None takes bfloat16, or float16 for ``"int8"`` on a GPU and on GPUs without
-            bfloat16, or float32 for ``"int8-training"``. float16 scales the loss.
-        ignore_modules: names of modules to leave out, whole (``"model.lm_head"``) or in part (``"lm_head"``).
+        mode: ``"nf4"`` or ``"fp4"`` (4 bits), either with the suffix ``"-dq"`` (scales are quantized too), ``"int8"``
+            (8 bits), or ``"int8-training"`` (weights stay in floating point and are trained; only matrix products use 8
+            bits).
+        dtype: the dtype of computation. None means float32 for ``"int8-training"``, float16 for ``"int8"`` on a GPU and
+            for GPUs without bfloat16, and bfloat16 otherwise. With float16, the loss is scaled.
+        ignore_modules: names of modules to leave out: full names (``"model.lm_head"``) or parts of names
+            (``"lm_head"``).
 
     Raises:
         ModuleNotFoundError: bitsandbytes is not installed.
@@ -68,7 +69,8 @@ class BitsandbytesPrecision(MixedPrecision):
             raise ValueError(messages.unknown("mode of BitsandbytesPrecision", mode, MODES))
         if dtype not in (None, *_DTYPES):
             raise ValueError(
-                f"BitsandbytesPrecision got dtype={dtype}. Choose torch.bfloat16, torch.float16 or torch.float32."
+                f"BitsandbytesPrecision does not support dtype={dtype}. Choose torch.bfloat16, torch.float16 or "
+                "torch.float32."
             )
         if isinstance(ignore_modules, str):
             raise TypeError(f"ignore_modules={ignore_modules!r} is a string. Pass a list or a set of names.")
@@ -102,9 +104,9 @@ class BitsandbytesPrecision(MixedPrecision):
         if not chosen:
             count = sum(isinstance(one, nn.Linear) for one in module.modules())
             raise ValueError(
-                f"precision={self.name!r} finds no layer of {type(module).__name__} to quantize: of its {count} linear "
-                f"layers, none is a plain nn.Linear with its own weight whose name is not in ignore_modules="
-                f"{sorted(self.ignore_modules)}. Use precision='bf16-mixed', or change ignore_modules."
+                f"precision={self.name!r} found no layer to quantize in {type(module).__name__} (linear layers: "
+                f"{count}). A layer must be a plain nn.Linear whose weight is not shared and whose name is not in "
+                f"ignore_modules={sorted(self.ignore_modules)}. Use precision='bf16-mixed', or change ignore_modules."
             )
         return chosen
 
@@ -115,10 +117,10 @@ class BitsandbytesPrecision(MixedPrecision):
             frozen = sum(map(is_quantized, held))
             if frozen:
                 raise ValueError(
-                    f"{type(optimizer).__name__} has {len(held)} parameters, but {frozen} of them are weights that "
-                    f"precision={self.name!r} has quantized, which cannot be trained. Pass only those that can: "
-                    "[p for p in self.parameters() if p.requires_grad] in configure_optimizers. In your own loop, "
-                    "freeze the layers with requires_grad_(False) before that, or create the optimizer after prepare."
+                    f"{frozen} of the {len(held)} parameters of {type(optimizer).__name__} cannot be trained, because "
+                    f"precision={self.name!r} has quantized them. Pass only the trainable parameters: [p for p in "
+                    "self.parameters() if p.requires_grad] in configure_optimizers. In your own loop, freeze the "
+                    "layers first with requires_grad_(False), or create the optimizer after prepare."
                 )
 
 

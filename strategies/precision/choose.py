@@ -57,8 +57,8 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
     if plugin is not None:
         if precision is not None:
             raise ValueError(
-                f"Trainer(precision={precision!r}) was given together with a {type(plugin).__name__} plugin. Leave "
-                "one out."
+                f"Trainer(precision={precision!r}) and plugins={type(plugin).__name__}(...) both set the precision. "
+                "Leave one out."
             )
         return plugin
     if precision is None:
@@ -108,12 +108,12 @@ def _plugin(plugins: Any) -> Precision | None:
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision; to replace other parts, use "
-                "strategy= (a Strategy object), logger= and callbacks=."
+                f"Trainer(plugins=...) contains {messages.a(plugin)}, which is not a Precision. Pass a Precision; to "
+                "replace other parts, use strategy= (a Strategy object), logger= and callbacks=."
             )
         found = plugin if found is None else _twice(found, plugin)
     return found
 
 
 def _twice(first: Precision, second: Precision) -> Precision:
-    raise ValueError(f"Two precisions were given ({first.name!r} and {second.name!r}). Leave one out.")
+    raise ValueError(f"Two precisions were passed ({first.name!r} and {second.name!r}). Leave one out.")

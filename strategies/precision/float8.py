@@ -1,4 +1,4 @@
-"""Matrix products of linear layers in 8 bits, through torchao."""
+"""8-bit matrix products for linear layers, through torchao."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-#: Sizes of a weight must be multiples of this, or the GPU cannot multiply it in 8 bits.
+#: GPUs can multiply a weight in 8 bits only if its sizes are multiples of this.
 _MULTIPLE = 16
 #: The first CUDA compute capability with 8-bit matrix products.
 _CAPABILITY = (8, 9)
 
 
 class Float8Precision(MixedPrecision):
-    """The precision ``"fp8-mixed"``: ``"bf16-mixed"``, with the matrix products of linear layers in 8 bits.
+    """The precision ``"fp8-mixed"``: ``"bf16-mixed"`` with 8-bit matrix products in linear layers.
 
-    The run's module gets torchao's ``Float8Linear`` in place of ``nn.Linear`` and keeps it afterwards. Weights stay
-    float32 parameters with the same names, so checkpoints do not change. Each tensor is scaled to the range of its
-    8-bit dtype right before it is multiplied (Micikevicius et al., FP8 Formats for Deep Learning, 2022). FSDP gathers
-    the converted weights in 8 bits, unless ``recipe`` scales by rows.
+    When the run starts, torchao's ``Float8Linear`` replaces ``nn.Linear`` layers of the module, and stays in the
+    module. Weights stay float32 parameters with the same names, so checkpoints do not change. Each tensor is scaled to
+    the range of its 8-bit dtype right before it is multiplied (Micikevicius et al., FP8 Formats for Deep Learning,
+    2022). FSDP gathers the converted weights in 8 bits, unless ``recipe`` scales by rows.
 
-    Needs the package ``torchao``, and a CUDA GPU with compute capability 8.9 or newer (Ada, Hopper, Blackwell). On a
-    CPU the products are emulated: rounded to 8 bits, and multiplied in float32.
+    Requires the package ``torchao``, and a CUDA GPU with compute capability 8.9 or higher (Ada, Hopper, Blackwell). On
+    a CPU, the products are emulated: tensors are rounded to 8 bits and multiplied in float32.
 
     Args:
         recipe: how tensors are scaled: ``"tensorwise"`` (one scale for each tensor, fastest), ``"rowwise"`` (one for
             each row, more accurate), or ``"rowwise_with_gw_hp"`` (the same, with weight gradients in 16 bits).
         config: a ``torchao.float8.Float8LinearConfig``, instead of ``recipe``.
-        filter: returns True for a linear layer to convert, given the layer and its name in the module. None converts
-            every layer whose sizes are multiples of 16, except the module's first and last linear layers.
+        filter: a function that gets a linear layer and its name, and returns True if the layer should be converted. If
+            None, every layer whose sizes are multiples of 16 is converted, except the module's first and last linear
+            layers.
         device: as for :class:`MixedPrecision`.
 
     Raises:
@@ -61,7 +62,7 @@ class Float8Precision(MixedPrecision):
         from torchao.float8.config import Float8LinearRecipeName
 
         if recipe is not None and config is not None:
-            raise ValueError(f"Float8Precision got recipe={recipe!r} and a config. Leave one out.")
+            raise ValueError(f"Float8Precision: recipe={recipe!r} and config=... contradict each other. Leave one out.")
         known = [one.value for one in Float8LinearRecipeName]
         if recipe is not None and recipe not in known:
             raise ValueError(messages.unknown("recipe of Float8Precision", recipe, known))
@@ -85,9 +86,10 @@ class Float8Precision(MixedPrecision):
         chosen = {name for name in linears if self._is_chosen(module.get_submodule(name), name, linears)}
         if not chosen and not any(type(one).__name__ == "Float8Linear" for one in module.modules()):
             messages.warn_once(
-                f"precision='fp8-mixed' converts no layer of {type(module).__name__}, so everything computes in "
-                f"bfloat16. It has {len(linears)} linear layers; by default, those are converted whose sizes are "
-                f"multiples of {_MULTIPLE}, except the first and the last. Float8Precision(filter=...) chooses others."
+                f"precision='fp8-mixed' converts no layer of {type(module).__name__}, so all computation is in "
+                f"bfloat16. By default, a linear layer is converted if its sizes are multiples of {_MULTIPLE} and it "
+                f"is neither the first nor the last one (the module has {len(linears)}). Choose other layers with "
+                "Float8Precision(filter=...)."
             )
         convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name in chosen)
         return module
@@ -101,7 +103,7 @@ class Float8Precision(MixedPrecision):
             return config
         if self._on.type != "cpu":
             require_8_bit_products(self._on, self.name)
-        messages.info_once("A CPU has no 8-bit matrix products, so precision='fp8-mixed' emulates them, slowly.")
+        messages.info_once("CPUs have no 8-bit matrix products, so precision='fp8-mixed' emulates them, which is slow.")
         return replace(config, emulate=True)
 
     def _is_chosen(self, layer: nn.Module, name: str, linears: list[str]) -> bool:
@@ -123,7 +125,7 @@ def require_8_bit_products(device: torch.device, precision: str) -> None:
     if not _multiplies_in_8_bits(device):
         raise ValueError(
             f"precision={precision!r} needs a CUDA GPU with compute capability {'.'.join(map(str, _CAPABILITY))} or "
-            f"newer, but this process computes on {_described(device)}. Use precision='bf16-mixed'."
+            f"higher, but this process runs on {_described(device)}. Use precision='bf16-mixed'."
         )
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of linear layers in 8 bits, through NVIDIA's TransformerEngine."""
+"""8-bit matrix products for linear layers, through NVIDIA's TransformerEngine."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PACKAGE = "transformer_engine"
-#: Names of this precision, by the dtype of its weights. Other dtypes have the first name.
+#: Names of this precision, by the dtype of its weights. All other dtypes use the first name.
 _NAMES = {torch.bfloat16: "transformer-engine", torch.float16: "transformer-engine-float16"}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Sizes of a weight must be multiples of this, or TransformerEngine cannot multiply it in 8 bits.
+#: TransformerEngine can multiply a weight in 8 bits only if its sizes are multiples of this.
 _MULTIPLE = 16
 
 
 class TransformerEnginePrecision(MixedPrecision):
-    """The precisions ``"transformer-engine"`` and ``"transformer-engine-float16"``: TransformerEngine's 8-bit products.
+    """The precisions ``"transformer-engine"`` and ``"transformer-engine-float16"``: 8-bit matrix products.
 
-    When the run starts, ``transformer_engine.pytorch.Linear`` replaces those of the module's ``nn.Linear`` layers whose
-    sizes are multiples of 16, and ``transformer_engine.pytorch.LayerNorm`` replaces ``nn.LayerNorm``. The new layers
-    hold the same parameters under the same names, and stay in the module. A step runs in TransformerEngine's autocast,
-    so the batch size (times the length of sequences) must be a multiple of 8.
+    When the run starts, ``transformer_engine.pytorch.Linear`` replaces each ``nn.Linear`` layer of the module whose
+    sizes are multiples of 16, and ``transformer_engine.pytorch.LayerNorm`` replaces each ``nn.LayerNorm``. The new
+    layers hold the same parameters under the same names, and stay in the module. Steps run in TransformerEngine's
+    autocast, so the batch size (times the sequence length) must be a multiple of 8.
 
-    The scales of later steps depend on values of earlier ones. Checkpoints contain this history, the layers'
-    ``_extra_state``. Checkpoints without it can be loaded, and other precisions can load checkpoints with it.
+    The scales depend on values from earlier steps. Checkpoints contain this history, the layers' ``_extra_state``.
+    Checkpoints without the history can be loaded, and other precisions can load checkpoints with it.
 
-    Needs the package ``transformer_engine``, and a CUDA GPU with compute capability 8.9 or newer (Ada, Hopper,
-    Blackwell). Without it, ``"fp8-mixed"`` multiplies in 8 bits through torchao.
+    Requires the package ``transformer_engine``, and a CUDA GPU with compute capability 8.9 or higher (Ada, Hopper,
+    Blackwell). Without this package, use ``"fp8-mixed"``, which multiplies in 8 bits through torchao.
 
     Args:
         weights_dtype: dtype of the weights and of floating-point inputs; None leaves both unchanged.
         recipe: how tensors are scaled: a ``transformer_engine.common.recipe.Recipe``, or the arguments of
-            ``DelayedScaling`` as a mapping, in which ``fp8_format`` may be a name such as ``"HYBRID"``. None takes
-            ``DelayedScaling()``.
-        replace_layers: if False, only layers of TransformerEngine that the module already has multiply in 8 bits. A
-            module that has some is never changed.
-        fallback_compute_dtype: dtype of other operations (autocast); None takes ``weights_dtype``, or bfloat16.
+            ``DelayedScaling`` as a mapping, in which ``fp8_format`` may be a name such as ``"HYBRID"``;
+            ``DelayedScaling()`` if None.
+        replace_layers: if False, only TransformerEngine layers that the module already contains multiply in 8 bits. A
+            module that contains such layers is never changed.
+        fallback_compute_dtype: dtype of other operations (autocast); if None, ``weights_dtype``, or bfloat16 if both
+            are None.
 
     Attributes:
         evaluates_in_8_bits: if False, forward passes without gradients compute in ``fallback_compute_dtype``.
@@ -76,8 +77,8 @@ class TransformerEnginePrecision(MixedPrecision):
         }.items():
             if dtype not in (None, *_DTYPES):
                 raise ValueError(
-                    f"TransformerEnginePrecision got {argument}={dtype}. Choose torch.bfloat16, torch.float16 or "
-                    "torch.float32."
+                    f"TransformerEnginePrecision does not support {argument}={dtype}. Choose torch.bfloat16, "
+                    "torch.float16 or torch.float32."
                 )
         super().__init__("bf16-mixed")
         self.name = _NAMES.get(weights_dtype, _NAMES[torch.bfloat16])  # type: ignore[arg-type, assignment]
@@ -109,13 +110,13 @@ class TransformerEnginePrecision(MixedPrecision):
         found = any(map(_is_of_transformer_engine, module.modules()))
         if not found and not (self.replace_layers and _replace_layers(module)):
             why = (
-                f"none of its linear layers has sizes that are multiples of {_MULTIPLE}"
+                f"the sizes of its linear layers are not multiples of {_MULTIPLE}"
                 if self.replace_layers
-                else "replace_layers is False, and it has no layer of TransformerEngine"
+                else "replace_layers is False, and the module has no TransformerEngine layers"
             )
             messages.warn_once(
-                f"precision={self.name!r} multiplies nothing in 8 bits in {type(module).__name__}: {why}. Everything "
-                f"computes in {str(self.dtype).removeprefix('torch.')}."
+                f"With precision={self.name!r}, no layer of {type(module).__name__} multiplies in 8 bits: {why}. All "
+                f"computation is in {str(self.dtype).removeprefix('torch.')}."
             )
         return module
 
@@ -146,7 +147,7 @@ def _made(recipe: Mapping[str, Any] | Recipe | None) -> Recipe:
     known = [field.name for field in fields(recipes.DelayedScaling)]
     for key in arguments:
         if key not in known:
-            raise ValueError(messages.unknown("key in the recipe of TransformerEnginePrecision", key, known))
+            raise ValueError(messages.unknown("TransformerEnginePrecision recipe key", key, known))
     asked = arguments.get("fp8_format")
     if isinstance(asked, str):
         if asked not in ("HYBRID", "E4M3"):
@@ -163,8 +164,8 @@ def _is_of_transformer_engine(layer: nn.Module) -> bool:
 
 
 def _replace_layers(module: nn.Module) -> bool:
-    """Replace the layers that TransformerEngine has too; return True if one of them is linear."""
-    made: dict[nn.Module, nn.Module | None] = {}  # a layer may be in several places
+    """Replace layers with their TransformerEngine counterparts; return True if one of them is linear."""
+    made: dict[nn.Module, nn.Module | None] = {}  # a module may contain a layer more than once
     linear = False
     for name, layer in list(module.named_modules(remove_duplicate=False)):
         if layer not in made:
@@ -178,7 +179,7 @@ def _replace_layers(module: nn.Module) -> bool:
 
 
 def _counterpart(layer: nn.Module) -> nn.Module | None:
-    """Return TransformerEngine's layer with the same parameters; None if it has none for this one."""
+    """Return a TransformerEngine layer with the same parameters; None if there is no counterpart."""
     held = dict(layer.named_parameters(recurse=False))
     engine = import_module(f"{_PACKAGE}.pytorch")
     if type(layer) is nn.Linear and "weight" in held and not any(size % _MULTIPLE for size in layer.weight.shape):
@@ -195,5 +196,5 @@ def _counterpart(layer: nn.Module) -> nn.Module | None:
 
 
 def _allow_no_extra_state(layer: nn.Module, keys: Any) -> None:
-    """Let a checkpoint have only the weights: the history of scales then begins anew."""
+    """Accept checkpoints that contain only the weights; the history of scales then starts empty."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if key.rpartition(".")[2] != "_extra_state"]

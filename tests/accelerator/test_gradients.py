@@ -284,7 +284,9 @@ def _windows_with(backward: str, **settings: Any) -> list[str]:
 
 
 def test_a_plain_backward_inside_accumulate_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"SGD.step\(\) .* a window of 2 would never complete. Call acc"):
+    with pytest.raises(
+        RuntimeError, match=r"SGD.step\(\) .* the window of 2 micro-batches would never be complete. Call acc"
+    ):
         _windows_with("plain", gradient_accumulation_steps=2)
 
 

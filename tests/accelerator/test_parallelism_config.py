@@ -208,7 +208,7 @@ def test_split_sequences_train_like_whole_ones(processes: int, counts: bool, siz
 def test_buffers_that_cannot_be_split_are_refused() -> None:
     x, y = torch.zeros(2, 4), torch.zeros(2, 4, requires_grad=True)
     for buffers, dims, unrestored, problem in (
-        ([x], [1, 1], (), "1 buffers, but 2 buffer_seq_dims"),
+        ([x], [1, 1], (), r"different numbers of buffers and buffer_seq_dims \(1 and 2\)"),
         ([x, x], [1, 1], (), "the same tensor twice"),
         ([x], [1], {y}, "a tensor in no_restore_buffers that is not in buffers"),
         ([x, y], [1, 1], (), r"buffers\[1\], which requires gradients"),

@@ -137,7 +137,7 @@ def test_replacing_a_built_in_tracker_is_said(classes: dict[str, Any]) -> None:
     class Mine(Notes):
         name = "csv"
 
-    with pytest.warns(messages.PacelineWarning, match="'csv' was CSVTracker and is now Mine"):
+    with pytest.warns(messages.PacelineWarning, match="'csv' now uses Mine instead of CSVTracker"):
         register_tracker_class(Mine)
     assert classes["csv"] is Mine
 
@@ -180,7 +180,7 @@ def test_f7_u24_a_tracker_that_is_not_installed_is_an_error_with_the_pip_line(
 
 @pytest.mark.parametrize("asked", ["tensorboard", "csv", ["wandb", "tensorboard"], Notes])
 def test_f5_a_tracker_that_writes_files_needs_a_directory(asked: Any) -> None:
-    with pytest.raises(ValueError, match=r"no directory was given. Set Accelerator\(project_dir="):
+    with pytest.raises(ValueError, match=r"no directory is set. Set Accelerator\(project_dir="):
         Trackers(asked)
 
 

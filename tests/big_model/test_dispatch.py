@@ -460,7 +460,7 @@ def test_disk_needs_a_folder_where_values_are_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_model_without_values_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"\d+ tensors of Net have no values: shift, start\.weight"):
+    with pytest.raises(RuntimeError, match=r"Net has no values for \d+ of its tensors: shift, start\.weight"):
         dispatch_model(empty(Net), {"": "cpu"}, force_hooks=True)
 
 

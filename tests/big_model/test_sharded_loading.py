@@ -481,7 +481,7 @@ def look_elsewhere(module: nn.Module, place: Path) -> None:
 
 
 SAID = {
-    "missing": "could not be found|No such file",
+    "missing": "do not exist|No such file",
     "corrupt": "damaged or in a different format",
     "another shape": r"has the shape \(1,",
 }

@@ -190,7 +190,7 @@ def test_every_process_stops_when_one_wants_to() -> None:
 
     stopping = EarlyStopping("score")
     assert fit(Scored(1.0, 2.0), stopping, strategy=OneOfTwo("cpu")).current_epoch == 1
-    assert stopping.stopping_reason_message == "Another process asked to stop."
+    assert stopping.stopping_reason_message == "Another process requested the stop."
 
 
 # ---- the metric is not there -----------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_without_strict_a_missing_monitor_is_warned_about_once() -> None:
 
 def test_a_metric_of_the_validation_may_come_later_than_the_first_check() -> None:
     stopping = EarlyStopping("score", check_on_train_epoch_end=True)
-    with pytest.warns(PacelineWarning, match="EarlyStopping checks nothing until '.*' is logged"):
+    with pytest.warns(PacelineWarning, match="EarlyStopping skips its checks until '.*' is logged"):
         fit(Scored(2.0), stopping, check_val_every_n_epoch=2, epochs=2, num_sanity_val_steps=0)
     assert stopping.best_score == 2.0
 
@@ -279,7 +279,7 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
     caplog.set_level(logging.INFO, "paceline")
     fit(Scored(3.0, 2.0, 2.0), EarlyStopping("score", patience=1, verbose=verbose))
     assert ("'score' improved from 3 to 2." in caplog.text) == verbose
-    assert "'score' did not improve on 2 in 1 checks, so training stops." in caplog.text
+    assert "'score' did not improve on 2 in 1 check, so training stops." in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_mode_min_with_a_name_that_says_that_higher_is_better_is_pointed_out_onc
 
 def test_a_monitor_of_a_validation_that_the_fit_does_not_have_says_so() -> None:
     with pytest.raises(
-        ValueError, match=r"'val_loss' was not logged.*This fit has no validation, so pass val_dataloaders"
+        ValueError, match=r"'val_loss' was not logged.*This fit has no validation.*pass val_dataloaders"
     ):
         Trainer(logger=False, max_epochs=1, enable_progress_bar=False, callbacks=[EarlyStopping("val_loss")]).fit(
             TinyModule(), tiny_loader()

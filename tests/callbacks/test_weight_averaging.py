@@ -24,7 +24,7 @@ from paceline.callbacks.weight_averaging import (
 from paceline.messages import PacelineWarning
 from paceline.strategies.base import Strategy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no val_dataloader was given")
+pytestmark = pytest.mark.filterwarnings("ignore:.*but no val_dataloader, so validation is skipped")
 
 
 class Net(TrainingModule):

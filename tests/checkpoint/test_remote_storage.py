@@ -107,7 +107,7 @@ def test_a_remote_root_takes_checkpoints_and_logs_stay_local(root: str, tmp_path
     assert trainer.checkpoint_callback.dirpath == f"{root}/checkpoints"
     assert seen(root) == ["checkpoints/epoch=0-step=4.ckpt"]
     assert trainer.log_dir.startswith(str(tmp_path))
-    assert f"Checkpoints go to {root}. Logs are written locally" in caplog.text
+    assert f"Checkpoints are written to {root}, but logs are written to the working directory" in caplog.text
     resumed = fit(2, None, ckpt_path="auto", default_root_dir=root, logger=CSVLogger("logs"))
     assert resumed.global_step == 8
     assert str(resumed.ckpt_path) == f"{root}/checkpoints/epoch=0-step=4.ckpt"

@@ -331,7 +331,7 @@ def test_a_file_to_which_something_was_appended_is_refused(more: bytes, good: Pa
         single_file.read(longer)
     assert problem(longer) is not None
     if len(more) < 2**16 and more[:2] != b"PK":
-        said = f"it has {len(data) + len(more)} bytes but should end after {len(data)}. If something was appended"
+        said = f"it has {len(data) + len(more)} bytes but should end after {len(data)}. If bytes were appended"
         assert said in str(caught.value)
         assert f"truncate -s {len(data)} FILE" in str(caught.value)
     foreign = good.with_name("foreign.ckpt")

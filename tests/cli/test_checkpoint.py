@@ -92,6 +92,8 @@ def test_ls_fits_the_width_of_the_terminal(tmp_path: Path, capsys: Any, columns:
     assert {"name", "step", "score", "state"} <= set(shown.splitlines()[0].split())
     assert "Left out for lack of room: save" in shown
     assert "loss=0.25" in shown
+    if columns == 80:
+        assert name in shown
 
 
 def test_ls_looks_into_the_folders_of_earlier_runs_and_tells_programs_as_json(tmp_path: Path, capsys: Any) -> None:
@@ -328,7 +330,9 @@ def test_a_foreign_file_is_refused_with_a_list_and_with_trust_becomes_plain(
     assert f"convert {path} OUT --trust" in told
     assert not out.exists()
     told = said(capsys, "convert", path, out, "--trust")
-    assert re.search(r"Kept as objects, which only weights_only=False loads: callbacks/Other \(.*dict\)", told)
+    assert re.search(
+        r"Kept as objects, which can be loaded only with weights_only=False: callbacks/Other \(.*dict\)", told
+    )
     plain = read(out)
     hparams = plain["hyper_parameters"]
     assert (hparams["lr"], hparams["model"], hparams["where"]) == (0.1, {"width": 2}, str(tmp_path))

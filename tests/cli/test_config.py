@@ -40,11 +40,11 @@ def asked(capsys: pytest.CaptureFixture[str]) -> list[str]:
 QUESTIONS = [
     "In which compute environment are you running?",
     "Which type of machine are you using?",
-    "Do you want to run your training on CPU only?",
+    "Do you want to run your training on the CPU only?",
     "Do you wish to optimize your script with torch dynamo?",
     "Do you want to use DeepSpeed?",
-    "What GPU(s) (by id) should be used for training on this machine?",
-    "Would you like to enable numa efficiency? (NVIDIA only)",
+    "Which GPUs (by ID) should be used for training on this machine?",
+    "Would you like to enable NUMA efficiency? (NVIDIA only)",
     "Do you wish to use mixed precision? (no, fp16, bf16, fp8)",
     "How many micro-batches should be accumulated per optimizer step?",
 ]
@@ -188,7 +188,7 @@ def test_c4_what_is_not_supported_is_said_and_asked_again_on_a_terminal(
     assert main(["config"]) == 0
     out = capsys.readouterr().out
     assert "'AWS' is not supported: Paceline starts processes only on the machine on which it is launched." in out
-    assert "run on each, with RANK from 0 to N - 1: paceline launch --num_machines N --num_processes TOTAL" in out
+    assert "run this command on each of them, with RANK from 0 to N - 1: paceline launch --num_machines N" in out
     assert "'m' is not one of the choices. Enter a number or a name: 'No distributed training', 'multi-CPU'" in out
     assert "'bf17' is not a valid value. Did you mean 'bf16'?" in out
     assert read_file(own).values["mixed_precision"] == "bf16"

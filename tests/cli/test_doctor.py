@@ -136,7 +136,7 @@ def test_names_of_what_is_to_be_tried_are_checked_before_anything_runs(tmp_path:
     script.write_text("print('begun', flush=True)")
     done = doctor("--try", "--only", "wrokers", str(script))
     assert done.returncode == 2
-    assert "Nothing named 'wrokers' can be tried" in done.stderr
+    assert "'wrokers' is not a change that can be tried" in done.stderr
     assert "begun" not in done.stderr
 
 

@@ -294,7 +294,7 @@ def test_c11_a_given_port_is_used_and_a_taken_one_is_named(capfd: pytest.Capture
     assert status == 0
     assert told_first.splitlines() == [
         f"paceline launch: Port {port} (--main_process_port) is in use by another program on this machine, so the "
-        "processes cannot meet there. Set --main_process_port to a free port, or omit --main_process_port to use a "
+        "processes cannot use it. Set --main_process_port to a free port, or omit --main_process_port to use a "
         "free one"
     ]
     assert [one["MASTER_PORT"] for one in told(out)] == [str(port)] * 2

@@ -78,4 +78,4 @@ def test_c14_a_failed_check_is_named_and_the_status_is_1(
     assert ranks(2, checked) == [1, 1]
     err = capfd.readouterr().err
     assert err.count("paceline test:") == 1
-    assert f"paceline test: this check failed: {name}. rank 0: {said}" in err or f"rank 1: {said}" in err
+    assert f"paceline test: this check failed: {name} (rank 0: {said}" in err or f"rank 1: {said}" in err

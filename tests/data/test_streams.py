@@ -66,7 +66,7 @@ def resumes(stream: Stream, **how: bool) -> bool:
 
 
 def test_a_state_that_needs_counts_is_not_asked_for_and_the_reader_is_told() -> None:
-    with pytest.warns(messages.PacelineWarning, match="Counted .* only in the loader of its package.*DataLoader"):
+    with pytest.warns(messages.PacelineWarning, match="Counted .* only with its own package's loader.*DataLoader"):
         assert loader_state(DataLoader(Counted(), 2)) is None
     messages.forget()
     shard = shard_training(DataLoader(Counted(), 2), 0, 2)
@@ -94,8 +94,8 @@ def test_a_position_that_counts_all_ranks_is_used_by_another_number_of_ranks() -
 @pytest.mark.parametrize(
     ("attributes", "workers", "why"),
     [
-        ({"_distributed": SimpleNamespace(rank=0, world_size=1)}, 0, "Stream decides by itself"),
-        ({"pipeline": [len, split_by_node]}, 0, "Stream decides by itself"),
+        ({"_distributed": SimpleNamespace(rank=0, world_size=1)}, 0, "Stream itself decides"),
+        ({"pipeline": [len, split_by_node]}, 0, "Stream itself decides"),
         ({}, 2, "2 workers read Stream in turns"),
     ],
     ids=["datasets", "webdataset", "workers"],
@@ -113,7 +113,7 @@ def test_a_position_that_fits_another_number_of_ranks_only_roughly_is_told(
 
 def test_so_is_one_in_a_web_loader_which_is_no_data_loader() -> None:
     loader = Stream(pipeline=[DataLoader(Stream(pipeline=[split_by_node]), 2)])
-    with pytest.warns(messages.PacelineWarning, match="Stream decides by itself"):
+    with pytest.warns(messages.PacelineWarning, match="Stream itself decides"):
         load_loader_state(loader, None, mid_epoch=True, same_ranks=False)
 
 

@@ -151,7 +151,7 @@ def walk_of_a_resume(folder: Path) -> dict[str, Any]:
             trainer(accelerator=now).fit(Net(), tiny_loader(), ckpt_path=folder / "other.ckpt")
         texts = [str(one.message) for one in told if "random numbers" in str(one.message)]
         assert len(texts) == 1
-        assert f"The saved run used the device {saved!r}, and this run uses {now!r}." in texts[0]
+        assert f"The saved run used the device {saved!r}, but this run uses {now!r}." in texts[0]
     return states
 
 

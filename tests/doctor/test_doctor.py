@@ -245,7 +245,7 @@ def test_an_error_of_the_doctor_s_own_does_not_hide_the_one_that_ended_the_run(
         raise RuntimeError("the doctor's own")
 
     monkeypatch.setattr(Doctor, method, breaks)
-    told = pytest.warns(PacelineWarning, match="it also raised RuntimeError: the doctor's own")
+    told = pytest.warns(PacelineWarning, match="the run also raised RuntimeError: the doctor's own")
     with told, pytest.raises(KeyError, match="on purpose"):
         Trainer(**QUIET, profiler="doctor").fit(Fails(30, fails), batches(100))
 

@@ -48,7 +48,7 @@ def test_a_healthy_run_gives_no_finding_at_all() -> None:
 def test_a_run_that_is_too_short_says_how_many_batches_are_needed_and_nothing_else() -> None:
     report = diagnose(Small(), batches(WARM_UP))
     assert report.findings == []
-    assert f"too short to say anything, because the first {WARM_UP} batches do not count" in report.verdict()
+    assert f"too short to diagnose, because the first {WARM_UP} batches are not measured" in report.verdict()
     assert f"{WARM_UP + 1} or more" in report.verdict()
     assert "A step takes" in diagnose(Small(), batches(WARM_UP + 1)).verdict(), "the number is true"
 
@@ -293,7 +293,7 @@ def test_a_slow_start_makes_no_finding() -> None:
 def test_checkpoints_that_stop_the_training() -> None:
     often = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
     report = diagnose(Keeps(0.005), batches(16), callbacks=[often], enable_checkpointing=True)
-    assert "background=True" in only(report, "checkpoint_share").change
+    assert "async_save=True" in only(report, "checkpoint_share").change
 
 
 def test_one_checkpoint_at_the_end_is_no_finding() -> None:
@@ -336,7 +336,7 @@ def test_a_hook_is_charged_with_what_it_does_itself_and_not_with_a_checkpoint() 
             trainer.save_checkpoint("saved.ckpt")
 
     (facts,) = diagnose(Keeps(0.005), batches(8), callbacks=[Saves()]).ranks
-    assert facts.hooks["Saves.on_train_batch_end"] == pytest.approx(5 * 0.02, rel=0.01), "the steps that count"
+    assert facts.hooks["Saves.on_train_batch_end"] == pytest.approx(5 * 0.02, rel=0.01), "the measured steps"
     assert facts.seconds["checkpoint"] == pytest.approx(5 * Keeps.pause, rel=0.01)
 
 

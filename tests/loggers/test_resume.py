@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import ranks, until
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer, seed_everything
@@ -231,7 +231,7 @@ def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv
     ]
     assert path.read_text().startswith("step,epoch,wall_time,loss,new,val\n")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    with pytest.warns(UserWarning, match="has 1 rows, but the resumed run had written 4, so 2 rows are lost"):
+    with pytest.warns(UserWarning, match="had written 4 rows to .*, which now has 1. Number of lost rows: 2"):
         resumed()
     assert [row["step"] for row in read_csv(logger.log_dir)] == ["0", "3", "4"]
 
@@ -272,15 +272,13 @@ def test_a_finished_run_that_is_started_again_stays_marked_as_ended(tmp_path: Pa
 
 def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb_history: Read) -> None:
     def run(kill: int | None) -> Trainer:
-        logger = WandbLogger(save_dir=offline_wandb, offline=True, settings={"x_transaction_log_flush_interval": 0.05})
+        logger = WandbLogger(save_dir=offline_wandb, offline=True)
         return fit(offline_wandb, kill, logger=logger, max_epochs=1)
 
     killed(run, 4)
     trainer = run(None)
     first, second = sorted(offline_wandb.glob(f"wandb/offline-run-*/run-{trainer.loggers[0].version}.wandb"))
     after = wandb_history(second)
-    # wandb's process outlives the killed one and may still be writing.
-    until("wandb's process has written all rows", lambda: len(wandb_history(first)) >= after[0]["_step"])
     before = wandb_history(first)
     joined = [row for row in before if row["_step"] < after[0]["_step"]] + after
     assert [row["_step"] for row in joined] == list(range(len(joined)))
@@ -289,8 +287,9 @@ def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb
 
 
 def test_wandb_loses_no_value_that_was_saved_before_a_kill(offline_wandb: Path, wandb_history: Read) -> None:
+    # wandb's process ends with the one that started it, and does not write what it still has in memory.
     def log() -> None:
-        logger = WandbLogger(save_dir=offline_wandb, offline=True, settings={"x_transaction_log_flush_interval": 0.05})
+        logger = WandbLogger(save_dir=offline_wandb, offline=True)
         for step in range(300):
             logger.log_metrics({"loss": step}, step)
         logger.save()
@@ -298,7 +297,7 @@ def test_wandb_loses_no_value_that_was_saved_before_a_kill(offline_wandb: Path, 
 
     killed(log)
     (file,) = offline_wandb.glob("wandb/offline-run-*/run-*.wandb")
-    until("wandb's process has written all rows", lambda: len(wandb_history(file)) == 300)
+    assert len(wandb_history(file)) == 300
 
 
 def test_a_run_resumed_from_an_older_checkpoint_is_logged_anew_and_nothing_of_the_newer_is_lost(tmp_path: Path) -> None:

@@ -184,15 +184,15 @@ def test_tables_texts_and_images_are_in_the_run(offline_wandb: Path, wandb_histo
     logger.log_table("scores", columns=["who", "acc"], data=[["a", 0.5]], step=3)
     logger.log_text("samples", columns=["text"], data=[["hello"]], step=3)
     logger.log_image("digits", [np.zeros((4, 4)), np.ones((4, 4))], step=3, caption=["zero", "one"])
-    with pytest.raises(ValueError, match=r"'caption' must have one value for each image \(1\), but has 2"):
+    with pytest.raises(ValueError, match=r"'caption' must have one value per image \(1\), but has 2"):
         logger.log_image("digits", [np.zeros((4, 4))], caption=["zero", "one"])
     with pytest.raises(TypeError, match=r"log_image\('digits'\) got a ndarray.*into a list: \[image\]"):
         logger.log_image("digits", np.zeros((4, 4)))  # pyright: ignore[reportArgumentType]
     (offline_wandb / "clip.gif").write_bytes(b"some bytes")
-    with pytest.raises(ValueError, match=r"log_audio\('tone'\): 'caption' must have one value for each audio"):
+    with pytest.raises(ValueError, match=r"log_audio\('tone'\): 'caption' must have one value per audio"):
         logger.log_audio("tone", ["tone.wav"], caption=["low", "high"])
     logger.log_video("clip", [str(offline_wandb / "clip.gif")], step=3)
-    with pytest.raises(ValueError, match=r"log_video\('clip'\): 'fps' must have one value for each video"):
+    with pytest.raises(ValueError, match=r"log_video\('clip'\): 'fps' must have one value per video"):
         logger.log_video("clip", ["a.gif"], fps=[1, 2])
     logger.finalize("failed")
     row = {name: value for r in wandb_history(_file(offline_wandb)) for name, value in r.items()}

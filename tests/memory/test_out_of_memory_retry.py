@@ -34,10 +34,10 @@ def test_b14_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Hungry(), tiny_loader(batch_size=8))
     said = str(caught.value)
-    assert "train, epoch 0, batch 1, step 0, 8 samples in the batch" in said
+    assert "train, epoch 0, batch 1, step 0, batch size 8" in said
     assert "Tried to allocate 2.00 GiB." in said
-    assert "weights of 20 bytes, gradients of 20 bytes and optimizer state of 0 bytes" in said
-    assert "(1) batch_size=4 with accumulate_grad_batches=6, for the same updates (saves up to" in said
+    assert "weights take 20 bytes, gradients 20 bytes and optimizer state 0 bytes" in said
+    assert "(1) batch_size=4 with accumulate_grad_batches=6, which keeps the updates the same (saves up to" in said
     assert "(2) precision='bf16-mixed', which keeps activations in 16 bits (saves up to" in said
     assert "(3) activation checkpointing" in said
     # Of 20 bytes of weights and as many of gradients the other process holds a half.
@@ -49,7 +49,7 @@ def test_b14_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet
 
 
 def test_a_real_allocation_that_fails_on_the_cpu_is_explained(quiet: dict[str, Any]) -> None:
-    found = r"The cpu device of rank 0 is out of memory \(validate, 2 samples.*\(1\) batch_size=1 \(saves"
+    found = r"The cpu device of rank 0 is out of memory \(validate, batch size 2.*\(1\) batch_size=1 \(saves"
     with pytest.raises(RuntimeError, match=found):
         Trainer(**quiet).validate(Hungry(), tiny_loader())
 
@@ -124,7 +124,7 @@ def test_a_loop_of_ones_own_gets_the_words_of_an_accelerator_once(where: str) ->
         train()
     said = str(caught.value)
     assert said.count("Try, in this order") == 1
-    assert "4 samples in the batch" in said
+    assert "batch size 4" in said
     assert "(1) batch_size=2 with gradient_accumulation_steps=4" in said
     assert ("mixed_precision='bf16'" in said) is (precision == "no")
     assert "Accelerator(strategy='fsdp') on 2 processes" in said
@@ -141,7 +141,7 @@ def test_an_error_that_nothing_of_ours_can_catch_is_answered_when_it_ends_the_pr
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Hungry" not in done.stderr.splitlines()[-1]
-    assert "weights of 20 bytes" in done.stderr.splitlines()[-1]
+    assert "weights take 20 bytes" in done.stderr.splitlines()[-1]
     assert done.stderr.count("Try, in this order") == 1
 
 

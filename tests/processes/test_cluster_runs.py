@@ -70,7 +70,7 @@ SAID = (
     "no valid checkpoint",
     "Trainable params",
     "no val_dataloader",
-    "submodules of Net are in eval mode",
+    "in eval mode, and the fit does not change that",
     "no step metrics reach the loggers",
     "improved from",
     "not been logged yet",

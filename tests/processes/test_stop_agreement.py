@@ -120,5 +120,5 @@ def test_the_stop_says_who_asked_and_which_signal_counts(rooms: Any) -> None:
 
 def test_a_rank_that_is_gone_is_waited_for_a_short_time_only(rooms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.processes.stop_agreement.ANSWER_SECONDS", 0.2)
-    with pytest.raises(RuntimeError, match=r"Rank 0 asked .* got no answer from rank 1 within 0 s"):
+    with pytest.raises(RuntimeError, match=r"Rank 0 asked .* got no reply from rank 1 within 0 s"):
         StopVote(Counts(), 0, 2, next(rooms)).decide(1, 15, False)

@@ -186,7 +186,9 @@ def test_a_group_of_another_size_is_refused() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         joined()
 
-    with pytest.raises(RanksError, match="A process group of 1 processes already exists, but this run has 2"):
+    with pytest.raises(
+        RanksError, match="A process group with world size 1 already exists, but this run has world size 2"
+    ):
         ranks(2, talk)
 
 
@@ -227,7 +229,7 @@ class Dies(DDPStrategy):
         signal.pause()
 
 
-STOPPED_EARLY = ["SIGTERM stopped 2 processes while they were starting: nothing has been trained or saved."]
+STOPPED_EARLY = ["SIGTERM stopped the processes (2) while they were starting: nothing has been trained or saved."]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_a_signal_that_ends_processes_while_they_start_is_told(
     for end in trainer.strategy.ready:
         os.close(end)
     err = capfd.readouterr().err
-    assert [line for line in err.splitlines() if "stopped 2 processes" in line] == told
+    assert [line for line in err.splitlines() if "stopped the processes (2)" in line] == told
 
 
 STOPPED_AT_ONCE = """

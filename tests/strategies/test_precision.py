@@ -245,7 +245,10 @@ def test_a_precision_object_can_be_given(give: Callable[[Any], dict[str, Any]]) 
     [
         ({"precision": "b16"}, r"Unknown precision 'b16'. Did you mean 'bf16'\?.*or pass a Precision"),
         ({"precision": 8}, "Unknown precision 8"),
-        ({"precision": "16", "plugins": Precision()}, "together with a Precision plugin. Leave one out"),
+        (
+            {"precision": "16", "plugins": Precision()},
+            r"precision='16'\) and plugins=Precision\(...\) both set the precision. Leave one out",
+        ),
         ({"plugins": [Precision(), TruePrecision("64-true")]}, "only one Precision is allowed"),
     ],
 )

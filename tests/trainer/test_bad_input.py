@@ -256,7 +256,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
         (
             lambda kind=kind: {"barebones": True, "callbacks": kind()},
             ValueError,
-            ("barebones=True", "contradicts", kind.__name__, "Leave one of them out"),
+            ("barebones=True", "contradicts", kind.__name__, "Leave out one of them"),
         )
         for kind in (BAR, SUMMARY, SAVE)
     ],
@@ -264,7 +264,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
         (
             lambda flag=flag, kind=kind: {flag: False, "callbacks": [kind()]},
             ValueError,
-            (f"{flag}=False", "contradicts", kind.__name__, "Leave one of them out"),
+            (f"{flag}=False", "contradicts", kind.__name__, "Leave out one of them"),
         )
         for flag, kind in (
             ("enable_progress_bar", BAR),
@@ -316,7 +316,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"max_time": "00:01:00:00", "callbacks": [Timer("00:02:00:00")]},
         ValueError,
-        ("max_time='00:01:00:00'", "contradicts the Timer", "Leave one of them out"),
+        ("max_time='00:01:00:00'", "contradicts the Timer", "Leave out one of them"),
     ),
     (
         lambda: {"precision": "16-mixed", "plugins": TruePrecision("bf16-true")},
@@ -1149,7 +1149,7 @@ def test_what_a_module_brings_may_not_contradict_the_trainer(quiet: dict[str, An
         "enable_checkpointing=False",
         "contradicts",
         "ModelCheckpoint",
-        "Leave one of them out",
+        "Leave out one of them",
     )
     wrong = with_method("configure_callbacks", lambda self: ["bar"])
     refused(
@@ -1279,7 +1279,7 @@ def test_a_training_loader_that_ends_before_its_length_is_caught(trainer: Traine
     refused(
         lambda: trainer.fit(OfTensor(), Says(5, 3)),
         RuntimeError,
-        "train_dataloader has a length of 5 batches",
+        "train_dataloader has length 5",
         "yielded only 3",
         "planned from the length",
         "correct __len__, or remove it",
@@ -1291,7 +1291,7 @@ def test_an_evaluation_loader_that_ends_before_its_length_is_caught(entry: str, 
     refused(
         lambda: getattr(trainer, entry)(OfTensor(), Says(5, 3)),
         RuntimeError,
-        "dataloader has a length of 5",
+        "dataloader has length 5",
         "yielded 3",
         "Correct __len__, or remove it",
     )

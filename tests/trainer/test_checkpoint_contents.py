@@ -340,9 +340,9 @@ class Scheduled(TinyModule):
     ("module", "said"),
     [
         (Adam, "does not match optimizer 0 (Adam): it was saved by SGD, which has no 'betas', 'eps', "),
-        (Groups, "does not match optimizer 0 (SGD): 1 parameter groups were saved, but it has 2"),
-        (Frozen, "does not match optimizer 0 (SGD): parameter group 0 had 2 parameters, but now has 1"),
-        (Scheduled, "contains 0 learning rate schedulers, but configure_optimizers returned 1"),
+        (Groups, "does not match optimizer 0 (SGD): the number of parameter groups was 1, but is now 2"),
+        (Frozen, "does not match optimizer 0 (SGD): the number of parameters in group 0 was 2, but is now 1"),
+        (Scheduled, "learning rate schedulers in the checkpoint is 0, but configure_optimizers returned 1"),
     ],
 )
 def test_other_optimizers_or_schedulers_are_an_error_that_says_how_they_differ(tmp_path: Path, module: Any, said: str):
@@ -354,7 +354,7 @@ def test_other_optimizers_or_schedulers_are_an_error_that_says_how_they_differ(t
 
 def test_another_number_of_optimizers_is_an_error(tmp_path: Path):
     fit(path=tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match="contains 1 optimizers, but configure_optimizers returned 2"):
+    with pytest.raises(ValueError, match="optimizers in the checkpoint is 1, but configure_optimizers returned 2"):
         fit(Two(), ckpt_path=tmp_path / "x.ckpt")
 
 

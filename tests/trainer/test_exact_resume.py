@@ -492,7 +492,7 @@ def test_a_rank_that_was_not_there_derives_its_random_states_and_a_window_begins
     assert first == second
     assert [len(found[0]) for found in first] == [8, 8]
     assert first[0][1] != first[1][1]
-    assert "the accumulation window, which starts over (1 batches" in first[0][2]
+    assert "the accumulation window, which starts over (batches trained on again: 1)" in first[0][2]
     assert "the RNG states of rank 1 (seeded" in first[0][2]
     assert first[1][2] == ""
 

@@ -47,7 +47,7 @@ class Reads(TinyModule):
         self.said["callback_metrics", "val_loss"] = str(caught.value)
 
 
-END = "is logged with on_epoch=True, on_step={}: it appears at the end of the training epoch. "
+END = "is logged with on_epoch=True, on_step={}, so it appears at the end of the training epoch. "
 ASKED = {
     ("callback_metrics", "train_loss"): "'train_loss' " + END.format(False) + "Available: 'both', 'both_step' and",
     ("callback_metrics", "both_epoch"): "'both_epoch' " + END.format(True),
@@ -68,7 +68,7 @@ def test_the_error_for_a_value_that_is_read_too_early_says_when_it_comes(quiet: 
     trainer.fit(module, tiny_loader(2), tiny_loader(1))
     for place, text in ASKED.items():
         assert module.said[place].startswith(text), place
-    at_end = "is logged with on_epoch=True, on_step=False: it appears at the end of the validation."
+    at_end = "is logged with on_epoch=True, on_step=False, so it appears at the end of the validation."
     assert module.said["callback_metrics", "val_loss"].startswith(f"'val_loss' {at_end}")
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(trainer.logged_metrics["train_loss"])
 

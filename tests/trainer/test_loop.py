@@ -314,7 +314,7 @@ def test_a_batch_that_failed_is_repeated(hook: str, accumulate: int, quiet: dict
 def test_a_module_in_eval_mode_is_pointed_out(quiet: dict[str, Any]) -> None:
     module = Counting()
     module.layer.eval()
-    with pytest.warns(UserWarning, match="1 submodules of Counting are in eval mode"):
+    with pytest.warns(UserWarning, match="Counting starts the fit with 1 submodule in eval mode"):
         fit(module, loader(1), quiet=quiet)
 
 
@@ -490,7 +490,7 @@ def test_an_error_in_on_exception_does_not_hide_the_first(quiet: dict[str, Any])
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ValueError("first")
 
-    with pytest.warns(UserWarning, match="it also raised KeyError"), pytest.raises(ValueError, match="first"):
+    with pytest.warns(UserWarning, match="the run also raised KeyError"), pytest.raises(ValueError, match="first"):
         fit(Breaks(), loader(2), quiet=quiet, callbacks=[Worse()])
 
 
@@ -509,7 +509,7 @@ def test_every_teardown_runs_and_its_first_error_is_raised(quiet: dict[str, Any]
             called.append(self.name)
             raise ValueError(self.name)
 
-    with pytest.warns(UserWarning, match="it also raised ValueError: b"), pytest.raises(ValueError, match="a"):
+    with pytest.warns(UserWarning, match="the run also raised ValueError: b"), pytest.raises(ValueError, match="a"):
         fit(Counting(), loader(1), quiet=quiet, callbacks=[Breaks("a"), Breaks("b")])
     assert called == ["a", "b"]
 

@@ -628,7 +628,7 @@ def test_a_module_made_when_the_run_starts_can_log(hook: str, quiet: dict[str, A
 def test_a_step_called_by_hand_after_the_run_still_works(quiet: dict[str, Any]) -> None:
     module = Values(training_step=lambda m, b: m.log("v", 1.0))
     trainer, memory = fit(module, batches(1), quiet=quiet)
-    with pytest.warns(UserWarning, match=r"self.log\('v'\) has no effect: no Trainer runs this module"):
+    with pytest.warns(UserWarning, match=r"self.log\('v'\) has no effect, because no Trainer runs this module"):
         module.training_step(torch.ones(1), 0)
     assert memory.of("v") == [(1, 1.0)]
     assert trainer.callback_metrics["v"] == 1.0

@@ -104,15 +104,15 @@ def test_a_scheduler_made_for_steps_is_stepped_every_update(make: Any) -> None:
 @pytest.mark.parametrize(
     ("configured", "error", "message"),
     [
-        (lambda m: "sgd", TypeError, "returned str where an optimizer was expected. Return an optimizer; a list"),
-        (lambda m: [sgd(m), 3], TypeError, "returned int where an optimizer was expected"),
+        (lambda m: "sgd", TypeError, "returned a str where an optimizer was expected. Return an optimizer; a list"),
+        (lambda m: [sgd(m), 3], TypeError, "returned an int where an optimizer was expected"),
         (lambda m: {"optimiser": sgd(m)}, ValueError, "'optimiser'. Did you mean 'optimizer'"),
         (lambda m: {"lr_scheduler": None}, ValueError, "but without 'optimizer'"),
         (lambda m: with_scheduler(m, intervall="step"), ValueError, "'intervall'. Did you mean 'interval'"),
         (lambda m: with_scheduler(m, interval="batch"), ValueError, "'batch'.*'epoch' or 'step'"),
         (lambda m: with_scheduler(m, frequency=0), ValueError, "frequency=0. Use an integer of 1 or more"),
         (lambda m: ([o := sgd(m)], [ReduceLROnPlateau(o)]), ValueError, "ReduceLROnPlateau without 'monitor'"),
-        (lambda m: ([sgd(m)], ["step"]), TypeError, r"returned str as a scheduler, but it has no step\(\)"),
+        (lambda m: ([sgd(m)], ["step"]), TypeError, r"returned a str as a scheduler, but it has no step\(\)"),
         (lambda m: ([sgd(m)], [StepLR(sgd(m), 1)]), ValueError, "StepLR for an optimizer that it did not return"),
     ],
 )

@@ -447,7 +447,7 @@ def test_a_missing_attribute_is_an_error_that_lists_the_hyperparameters() -> Non
         AttributeError, match="NoSize has neither an attribute nor a hyperparameter 'batch_size' to set"
     ):
         tuned(9, NoSize())
-    with pytest.raises(AttributeError, match=r"'size' to set\. The hyperparameters are 'batch_size', 'lr' and 'most'"):
+    with pytest.raises(AttributeError, match=r"'size' to set\. Existing hyperparameters: 'batch_size', 'lr' and"):
         tuned(9, FromHooks(), batch_arg_name="size")
     module = NoSize()
     del module.lr
@@ -460,8 +460,8 @@ def test_a_missing_attribute_is_an_error_that_lists_the_hyperparameters() -> Non
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        ([1, 2], "a list was given, which yields ready-made batches"),
-        ({"a": tiny_loader(), "b": tiny_loader()}, "several loaders were given"),
+        ([1, 2], "a list was passed, which yields ready-made batches"),
+        ({"a": tiny_loader(), "b": tiny_loader()}, "several loaders were passed"),
         (DataLoader(data(), batch_size=None), r"batches from its dataset \(batch_size=None\)"),
         (
             DataLoader(data(), batch_sampler=type("Mine", (BatchSampler,), {})(SequentialSampler(data()), 2, False)),

@@ -1,4 +1,4 @@
-"""Monthly sales of 50 products, random, with the columns of the data set that the tests would download."""
+"""Create random monthly sales of 50 products, with the columns of the dataset that the tests would download."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOLIDAYS = [
 
 
 def main() -> None:
-    """Write the file where the library looks for it."""
+    """Write the file to the path that the library reads."""
     random = np.random.default_rng(0)
     rows = []
     for series in range(50):

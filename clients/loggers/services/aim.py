@@ -1,4 +1,4 @@
-"""A local repository of Aim."""
+"""Aim with a local repository."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tracker_options(folder: Path) -> dict[str, Any]:
 
 
 def _run(logger: Any) -> Any:
-    """The run, opened for writing: a reader sees only what ``aim up`` has put into an index."""
+    """Open the run for writing, because a reader sees only what ``aim up`` has indexed."""
     from aim import Run
 
     return Run(run_hash=logger.version, repo=logger.save_dir, **PLAIN)

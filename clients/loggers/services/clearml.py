@@ -1,4 +1,4 @@
-"""ClearML offline: a folder for each session."""
+"""ClearML offline, with one folder per session."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Task.set_offline(True)
     (folder / "none.txt").touch()
-    Task.force_requirements_env_freeze(True, str(folder / "none.txt"))  # the analysis of all imports is slow
+    Task.force_requirements_env_freeze(True, str(folder / "none.txt"))  # analyzing all imports is slow
 
 
 def make(folder: Path, **options: Any) -> ClearMLLogger:

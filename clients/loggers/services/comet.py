@@ -1,4 +1,4 @@
-"""Comet offline: archives with one line of JSON for each message."""
+"""Comet offline, with archives that have one JSON line per message."""
 
 from __future__ import annotations
 

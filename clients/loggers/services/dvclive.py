@@ -1,4 +1,4 @@
-"""DVCLive in a repository of Git and DVC."""
+"""DVCLive in a Git and DVC repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow with a database of SQLite, and with a folder."""
+"""MLflow with an SQLite database and with a folder."""
 
 from __future__ import annotations
 

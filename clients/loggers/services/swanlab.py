@@ -1,4 +1,4 @@
-"""SwanLab offline: a file of records for each time that a run was opened."""
+"""SwanLab offline, with one file of records for each time a run was opened."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _records(folder: Path, logger: Any) -> Iterator[Any]:
 
 
 def points(folder: Path, logger: Any) -> dict[str, list[tuple[int, float]]]:
-    """The values of all files; SwanLab keeps the first of each step when it uploads them."""
+    """Return the values of all files. When SwanLab uploads them, it keeps the first value of each step."""
     found: dict[str, dict[int, float]] = {}
     for record in _records(folder, logger):
         if record.WhichOneof("record_type") == "scalar":

@@ -1,4 +1,4 @@
-"""Trackio's local database."""
+"""Trackio with a local database."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKPOINTS = ["s3.ckpt", "s6.ckpt"]
 
 
 def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trackio reads ``TRACKIO_DIR`` when it is imported, so the folder is that of all tests."""
+    """Set up one folder for all tests, because Trackio reads ``TRACKIO_DIR`` only when it is imported."""
 
 
 def make(folder: Path, **options: Any) -> TrackioLogger:

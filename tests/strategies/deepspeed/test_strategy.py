@@ -472,8 +472,8 @@ def test_names_say_stage_and_offload(name: str, stage: int, optimizer: bool, par
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"stage": 0}, "has no ZeRO stage 0. Choose 1, 2 or 3. For stage 0, use strategy='ddp'"),
-        ({"config": {"zero_optimization": {"stage": 4}}}, "has no ZeRO stage 4"),
+        ({"stage": 0}, "does not support ZeRO stage 0. Choose 1, 2 or 3. For stage 0, use strategy='ddp'"),
+        ({"config": {"zero_optimization": {"stage": 4}}}, "does not support ZeRO stage 4"),
         ({"stage": 2, "offload_parameters": True}, "only stage 3 partitions them"),
         ({"config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers creates the optimizer"),
         ({"config": {"scheduler": {"type": "WarmupLR"}}}, "configure_optimizers creates the scheduler"),

@@ -594,7 +594,7 @@ def test_an_optimizer_made_before_the_parameters_were_sharded_is_refused() -> No
         def configure_optimizers(self) -> Any:
             return self.early
 
-    with pytest.raises(RanksError, match=r"of SGD are not in the sharded module.*Create it in configure_optimizers"):
+    with pytest.raises(RanksError, match=r"does not contain .* of SGD .*Create it in configure_optimizers"):
         ranks(2, lambda: train(Early(), FSDPStrategy(), 2, 1))
 
 

@@ -535,7 +535,7 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
             split.cut({"x": torch.zeros(2, 5)})
         with pytest.raises(ValueError, match=r"has the key 'x', but the batch has the keys \['y'\]"):
             split.cut({"y": torch.zeros(2, 4)})
-        with pytest.raises(ValueError, match=r"dimension 1 of 'x' is the sequence, but its shape is \(4,\)"):
+        with pytest.raises(ValueError, match=r"sets 1 as the sequence dimension of 'x', but its shape is \(4,\)"):
             split.cut({"x": torch.zeros(4)})
         x = torch.arange(8).reshape(2, 4)
         assert torch.equal(split.cut({"x": x, "y": x})["x"], x[:, 2 * dist.get_rank() :][:, :2])
@@ -553,7 +553,7 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
         ):
             strategy.split_sequences([x], [1])
         with pytest.raises(
-            ValueError, match=r"maybe_context_parallel\(buffer_seq_dims=...\) says that dimension 2 of buff"
+            ValueError, match=r"maybe_context_parallel\(buffer_seq_dims=...\) sets 2 as the sequence dimension of buff"
         ):
             SplitSequences(mesh, {}).split([x], [2], ()).__enter__()
         assert x.shape == (2, 4)
@@ -561,7 +561,7 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
         assert forward(attention_mask=x) is x
         split = SplitSequences(mesh, {})
         forward = split.without_padding_mask(lambda attention_mask: F.scaled_dot_product_attention(q, q, q))
-        for padding, error in ((x > 4, "followed by others"), (x < 6, "attention is not causal"), (x >= 0, None)):
+        for padding, error in ((x > 4, "precede visible tokens"), (x < 6, "attention is not causal"), (x >= 0, None)):
             with split.split([padding], [1], ()):
                 if error is None:
                     assert forward(attention_mask=padding).shape == q.shape

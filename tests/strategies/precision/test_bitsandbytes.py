@@ -179,7 +179,9 @@ def test_which_layers_are_quantized() -> None:
     twice.append(twice[0])
     assert chosen(twice) == ["0"]
     assert twice[2] is twice[0]
-    with pytest.raises(ValueError, match=r"precision='bnb.nf4' finds no layer of Sequential to quantize.* 1 linear"):
+    with pytest.raises(
+        ValueError, match=r"precision='bnb.nf4' found no layer to quantize in Sequential \(linear layers: 1\)"
+    ):
         chosen(nn.Sequential(nn.Linear(8, 8)), ignore_modules={"0"})
 
 
@@ -268,10 +270,12 @@ def test_what_is_wrong_is_said(trainer: Any, tmp_path: Path, monkeypatch: pytest
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    with pytest.raises(ValueError, match=r"SGD has 12 parameters, but 2 of them are weights that precision='bnb.int8'"):
+    with pytest.raises(
+        ValueError, match=r"2 of the 12 parameters of SGD cannot be trained, because precision='bnb.int8'"
+    ):
         trainer("bnb.int8").fit(Everything(), batches())
     net = network().requires_grad_(True)
-    with pytest.raises(ValueError, match=r"quantized, which cannot be trained.*create the optimizer after prepare"):
+    with pytest.raises(ValueError, match=r"cannot be trained, .* quantized them.*create the optimizer after prepare"):
         Accelerator(cpu=True, mixed_precision=BitsandbytesPrecision("nf4")).prepare(
             net, torch.optim.SGD(net.parameters(), lr=0.1)
         )
@@ -291,7 +295,7 @@ def test_what_is_wrong_is_said(trainer: Any, tmp_path: Path, monkeypatch: pytest
     fit.fit(Net(), batches())
     for mode in ("fp4", "nf4-dq", "int8"):
         with pytest.raises(
-            ValueError, match=f"net.0.base.weight: the weight to load is nf4.*, but the layer is {mode}"
+            ValueError, match=f"net.0.base.weight: the weight to load has the format nf4.*, but the layer has {mode}"
         ):
             trainer(f"bnb.{mode}").predict(Net(), batches(), ckpt_path=tmp_path / "5.ckpt")
     monkeypatch.setattr("paceline.messages.is_installed", lambda package: package != "bitsandbytes")

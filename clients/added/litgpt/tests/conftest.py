@@ -1,4 +1,4 @@
-"""Fixtures that litgpt's tests use and that its source distribution leaves out: made by hand, with small files."""
+"""Fixtures that litgpt's tests use but its source distribution does not contain, written by hand with small files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def fake_checkpoint_dir(tmp_path: Path) -> Path:
-    """A folder with the files of a checkpoint, all of them empty."""
+    """A folder with the files of a checkpoint, all empty."""
     folder = tmp_path / "checkpoints" / "tmp"
     folder.mkdir(parents=True)
     for name in ("lit_model.pth", "model_config.yaml", "tokenizer.json", "tokenizer_config.json"):
@@ -20,7 +20,7 @@ def fake_checkpoint_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alpaca_path(tmp_path: Path) -> Path:
-    """Twenty-four questions and answers, in the form of the Alpaca data set."""
+    """A file with 24 questions and answers in the format of the Alpaca dataset."""
     path = tmp_path / "alpaca" / "alpaca_data.json"
     path.parent.mkdir()
     samples = [{"instruction": f"Add 1 to {i}.", "input": "", "output": str(i + 1)} for i in range(24)]
