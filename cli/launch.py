@@ -203,8 +203,8 @@ def _devices(settings: Settings) -> tuple[str, int]:
         raise RuntimeError(
             f"{settings.origin('tpu').where} needs a TPU, but "
             f"{'torch_tpu sees none' if _has_torch_tpu() else 'the package torch_tpu is not installed'}. Run this on a "
-            "machine with a TPU and torch_tpu (pip install 'paceline[tpu]'), or remove this setting to use the best device "
-            "of this machine."
+            "machine with a TPU and torch_tpu (pip install 'paceline[tpu]'), or remove this setting to use the best "
+            "device of this machine."
         )
     return kind, present
 
