@@ -250,10 +250,15 @@ def lightning(task: Task, net: nn.Module, loader: Batches, compiled: dict[str, A
     pytorch_lightning.Trainer(precision="bf16-mixed", **QUIET).fit(module, loader)
 
 
-def accelerate(task: Task, net: nn.Module, loader: Batches, library: str, backend: str | None = None) -> None:
-    accelerator = importlib.import_module(library).Accelerator(
-        mixed_precision="bf16", cpu=device().type == "cpu", **({"dynamo_backend": backend} if backend else {})
-    )
+def accelerate(
+    task: Task, net: nn.Module, loader: Batches, library: str, compiled: dict[str, Any] | None = None
+) -> None:
+    options: dict[str, Any] = {"mixed_precision": "bf16", "cpu": device().type == "cpu"}
+    if compiled is not None:
+        from accelerate.utils import TorchDynamoPlugin
+
+        options["dynamo_plugin"] = TorchDynamoPlugin(**{"backend": "inductor", **compiled})
+    accelerator = importlib.import_module(library).Accelerator(**options)
     model, optimizer = accelerator.prepare(net, task.optimizer(net))
     for batch in loader:
         batch = [part.to(accelerator.device, non_blocking=True) for part in batch]
@@ -266,7 +271,7 @@ def accelerate(task: Task, net: nn.Module, loader: Batches, library: str, backen
 def contestants(smoke: bool) -> dict[str, Callable[[Task, nn.Module, Batches], None]]:
     """How the network is trained, by the name in the table. Peers that are not installed are left out."""
     plain: dict[str, Any] = {"backend": "eager"} if smoke else {}
-    backend = "EAGER" if smoke else "INDUCTOR"
+    in_graphs = {"mode": "reduce-overhead", **plain}  # on a CPU, torch compiles without them
     found: dict[str, Callable[[Task, nn.Module, Batches], None]] = {
         "by hand": by_hand,
         "paceline": paceline,
@@ -276,19 +281,18 @@ def contestants(smoke: bool) -> dict[str, Callable[[Task, nn.Module, Batches], N
         "paceline Accelerator": partial(accelerate, library="paceline"),
         "lightning": lightning,
         "accelerate": partial(accelerate, library="accelerate"),
-        "by hand, CUDA graphs": partial(by_hand, compiled={"mode": "reduce-overhead"}),
+        "by hand, CUDA graphs": partial(by_hand, compiled=in_graphs),
         'paceline, compile="graphs"': partial(paceline, compile="graphs"),
         "lightning, compiled": partial(lightning, compiled=plain),
-        "accelerate, compiled": partial(accelerate, library="accelerate", backend=backend),
+        "accelerate, compiled": partial(accelerate, library="accelerate", compiled=plain),
+        "lightning, CUDA graphs": partial(lightning, compiled=in_graphs),
+        "accelerate, CUDA graphs": partial(accelerate, library="accelerate", compiled=in_graphs),
     }
     needs = {"lightning": "pytorch_lightning", "accelerate": "accelerate"}
     there = {peer: importlib.util.find_spec(package) is not None for peer, package in needs.items()}
-    graphs = torch.cuda.is_available()
-    return {
-        name: run
-        for name, run in found.items()
-        if there.get(name.partition(",")[0], True) and (graphs or "graphs" not in name)
-    }
+    if not torch.cuda.is_available():
+        del found['paceline, compile="graphs"']  # Paceline refuses it there
+    return {name: run for name, run in found.items() if there.get(name.partition(",")[0], True)}
 
 
 def missing_peers() -> list[str]:

@@ -10,9 +10,8 @@ from .. import messages
 from ..settings import SETTINGS
 
 MACHINES = ("No distributed training", "multi-CPU", "multi-GPU", "TPU")
-#: The setting and the kind of device for each type of machine.
+#: The setting that a type of machine turns on.
 _SWITCHES = {"multi-GPU": "multi_gpu", "TPU": "tpu"}
-_KINDS = {"multi-GPU": "cuda", "TPU": "tpu"}
 PLACES = ("This machine", "AWS (Amazon SageMaker)")
 _INSTEAD_OF_AWS = (
     "is not supported: Paceline starts processes only on the machine on which it is launched. Choose 'This machine'. "
@@ -132,10 +131,17 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(machine: str) -> int:
-    """Return how many devices of a type of machine this process sees; 0 if the type has none."""
+    """Return how many devices of a type of machine this process sees; 0 if the type has none.
+
+    For ``multi-GPU``, these are the devices of the best kind that is present and is not a TPU.
+    """
+    if machine not in _SWITCHES:
+        return 0
+    from ..devices.kinds import accelerators
     from ..processes.devices import count
 
-    return count(_KINDS[machine]) if machine in _KINDS else 0
+    kinds = ["tpu"] if machine == "TPU" else [kind.name for kind in accelerators() if kind.name != "tpu"]
+    return next(filter(None, map(count, kinds)), 0)
 
 
 def _machines(talk: Dialog) -> None:

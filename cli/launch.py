@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import messages
+from ..devices.hidden import HIDE
 from ..processes.cluster_environment import STARTER
 from ..processes.timings import STARTED
 from ..settings import FLAGS, SETTINGS, Settings, hand_over, resolve
@@ -202,15 +203,16 @@ def _devices(settings: Settings) -> tuple[str, int]:
         raise RuntimeError(
             f"{settings.origin('tpu').where} needs a TPU, but "
             f"{'torch_tpu sees none' if _has_torch_tpu() else 'the package torch_tpu is not installed'}. Run this on a "
-            "machine with a TPU and torch_tpu, or remove this setting to use the best device of this machine."
+            "machine with a TPU and torch_tpu (pip install 'paceline[tpu]'), or remove this setting to use the best "
+            "device of this machine."
         )
     return kind, present
 
 
 def _visible(settings: Settings) -> dict[str, str]:
-    """Return the environment variables that select the visible GPUs."""
-    if settings["cpu"]:
-        return {"CUDA_VISIBLE_DEVICES": ""}
+    """Return the environment variables that select the visible devices."""
+    if settings["cpu"]:  # the first hides CUDA devices from all code, the second hides every kind from Paceline
+        return {"CUDA_VISIBLE_DEVICES": "", HIDE: "1"}
     ids = _gpu_ids(settings)
     if ids is None:
         return {}

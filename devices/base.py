@@ -42,6 +42,10 @@ class DeviceKind:
         """Return True if this process sees a device of this kind."""
         return self.count() > 0
 
+    def install_command(self) -> str | None:
+        """Return the command that installs the package this kind needs; None if nothing is missing."""
+        return None
+
     def is_initialized(self) -> bool:
         """Return True if this process has used such a device, so that its generators have states."""
         return False
@@ -99,19 +103,19 @@ class DeviceKind:
 
     def new_stream(self, device: torch.device) -> Any:
         """Return a new stream of a device. Only kinds that overlap copies support this and the next two methods."""
-        raise NotImplementedError(f"A {self.title} has no streams.")
+        raise NotImplementedError(f"Torch has no streams for the {self.title}.")
 
     def current_stream(self, device: torch.device) -> Any:
         """Return the stream that this thread queues work on."""
-        raise NotImplementedError(f"A {self.title} has no streams.")
+        raise NotImplementedError(f"Torch has no streams for the {self.title}.")
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Context manager in which this thread queues its work on ``stream``."""
-        raise NotImplementedError(f"A {self.title} has no streams.")
+        raise NotImplementedError(f"Torch has no streams for the {self.title}.")
 
     def new_event(self, timed: bool = False) -> Any:
         """Return an event with ``record``, ``query`` and ``synchronize``; if timed, with ``elapsed_time`` in ms."""
-        raise NotImplementedError(f"A {self.title} has no events.")
+        raise NotImplementedError(f"Torch has no events for the {self.title}.")
 
     def has_timed_events(self) -> bool:
         """Return True if :meth:`new_event` can measure time."""

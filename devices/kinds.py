@@ -8,6 +8,7 @@ from .base import DeviceKind
 from .cpu import CPU
 from .cuda import CUDA
 from .generic import Generic
+from .hidden import are_hidden
 from .mps import MPS
 from .tpu import TPU
 from .xpu import XPU
@@ -31,7 +32,9 @@ def reported() -> str | None:
 
 
 def accelerators() -> list[DeviceKind]:
-    """Return all kinds except the CPU, best first, including those that this process does not see."""
+    """Return all kinds except the CPU, best first, including those without a device; none if devices are hidden."""
+    if are_hidden():
+        return []
     kinds = [kind for kind in _KINDS.values() if kind.name != "cpu"]
     name = reported()
     return kinds if name is None or name in _KINDS else [*kinds, kind_of(name)]

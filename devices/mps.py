@@ -1,4 +1,4 @@
-"""Apple's GPU."""
+"""Apple's GPU, as torch documents it in ``torch.mps``. Written and never run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .base import DeviceKind
 
 
 class MPS(DeviceKind):
-    """Apple's GPU. A Mac has only one."""
+    """Apple's GPU. A Mac has only one.
+
+    Torch has events for it but no streams, so copies do not overlap with computation.
+    """
 
     name = "mps"
     title = "MPS device"
@@ -23,8 +26,21 @@ class MPS(DeviceKind):
     def is_initialized(self) -> bool:
         return self.is_available()
 
+    def fork_obstacle(self) -> str | None:
+        if not self.is_initialized():
+            return None
+        return "Metal does not work in a fork of this process, so the fork cannot use the MPS device"
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
     def synchronize(self, device: torch.device | None = None) -> None:
         torch.mps.synchronize()
+
+    def new_event(self, timed: bool = False) -> Any:
+        return torch.mps.Event(enable_timing=timed)
+
+    def has_timed_events(self) -> bool:
+        return True
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,9 @@ class TPU(Generic):
             importlib.import_module("torch_tpu")  # registers the device if this machine has one
         return super().count()
 
+    def install_command(self) -> str | None:
+        return None if importlib.util.find_spec("torch_tpu") is not None else 'pip install "paceline[tpu]"'
+
     def is_initialized(self) -> bool:
         return "torch_tpu" in sys.modules and super().is_initialized()
 

@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from .. import messages
+from ..devices.base import DeviceKind
+from ..devices.hidden import HIDE, are_hidden
 from ..devices.kinds import CUDA_KIND, accelerators, kind_of, reported
 from .cpu_memory import give_back_memory
 
@@ -31,6 +33,8 @@ def num_cuda_devices() -> int:
 
 def count(kind: str) -> int:
     """Return the number of devices of a kind (``"cpu"``, ``"cuda"``, ...) that this process sees; 1 for the CPU."""
+    if kind != "cpu" and are_hidden():
+        return 0
     return num_cuda_devices() if kind == CUDA_KIND.name else kind_of(kind).count()
 
 
@@ -80,15 +84,26 @@ def find_kind(accelerator: Any) -> str:
             if (accelerator == "auto" or kind.name in _GPUS) and count(kind.name):
                 return kind.name
         if accelerator == "gpu":
-            raise RuntimeError(_missing("gpu", "GPU", CUDA_KIND.visible_variable))
+            raise RuntimeError(_missing("gpu", "GPU", CUDA_KIND))
         return "cpu"
     if not count(accelerator):
         kind = kind_of(accelerator)
-        raise RuntimeError(_missing(accelerator, kind.title, kind.visible_variable))
+        raise RuntimeError(_missing(accelerator, kind.title, kind))
     return accelerator
 
 
-def _missing(accelerator: str, what: str, variable: str | None) -> str:
+def _missing(accelerator: str, what: str, kind: DeviceKind) -> str:
+    if are_hidden():
+        return (
+            f"Trainer(accelerator={accelerator!r}): `paceline launch --cpu` hides every {what} from this process "
+            f"({HIDE} is set). Use accelerator='auto' or 'cpu', or launch without --cpu."
+        )
+    install, variable = kind.install_command(), kind.visible_variable
+    if install is not None:
+        return (
+            f"Trainer(accelerator={accelerator!r}): this process sees no {what}, because the package for it is not "
+            f"installed. Run: {install}. Use accelerator='auto' or 'cpu' to train without it."
+        )
     visible = os.environ.get(variable) if variable is not None else None
     why = f" ({variable}={visible})" if visible is not None else ""
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"

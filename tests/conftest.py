@@ -34,6 +34,10 @@ os.environ["PACELINE_CONFIG_FILE"] = "none"
 # Torch's store asks for the names of the addresses it meets; where an answer is lost, do not wait 5 s for the next.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # The first backward starts a thread for each device, after which a fork cannot run backward. Here it finds none;
+    # after a FakeTensorMode, it would find 8, which a CUDA build without a GPU then pretends to have.
+    torch.ones((), requires_grad=True).backward()
 for name in warm.PRELOADED:  # else every forked rank imports it
     importlib.import_module(name)
 launch.leave_garbage_alone_in_forks()  # such as a store that a traceback holds

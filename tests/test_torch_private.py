@@ -393,6 +393,20 @@ def test_fake_tensors_have_shapes_and_no_values() -> None:
             x.sum().item()
 
 
+def gradient() -> float:
+    x = torch.ones(1, requires_grad=True)
+    (3 * x).sum().backward()
+    assert x.grad is not None
+    return x.grad.item()
+
+
+def test_a_fork_computes_gradients_after_fake_tensors_were_made() -> None:
+    with private.FakeTensorMode():
+        torch.ones(1)
+    assert gradient() == 3
+    assert ranks(1, gradient) == [3]
+
+
 # ---- process groups --------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,8 @@
 
     .venv/bin/python clients/release/licenses.py
 
-Versions come from requirements-dev.lock and the locks in clients/loggers, so the page changes only when they change.
-For packages that are not installed here, pip downloads only the metadata.
+Versions come from requirements-dev.lock and the locks in clients/loggers and clients/tpu, so the page changes only when
+they change. For packages that are not installed here, pip downloads only the metadata.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ SHORT = {
     "Python Software Foundation License": "PSF-2.0",
     "ISC License (ISCL)": "ISC",
 }
+#: What drives a real TPU. TorchTPU installs it; clients/tpu, which runs on a CPU, does without.
+LIBTPU = "libtpu==0.0.52"
 HEAD = """# Licenses
 
 Paceline is licensed under Apache-2.0 and contains no code from other projects. Installing it also installs other
@@ -82,8 +84,8 @@ def python_with_newest_pip() -> Path:
 
 
 def locked(path: Path) -> list[str]:
-    """Return the lines of a lock file that name packages."""
-    return [line for line in path.read_text().splitlines() if "==" in line]
+    """Return the packages that a lock file names, with their versions."""
+    return [line.removesuffix(" \\") for line in path.read_text().splitlines() if "==" in line]
 
 
 def named(requirement: str) -> str:
@@ -130,6 +132,7 @@ def page() -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tested = metadata(locked(ROOT / "requirements-dev.lock"))
     locks = {path.stem: locked(path) for path in (ROOT / "clients" / "loggers" / "locks").glob("*.txt")}
+    locks["tpu"] = [*locked(ROOT / "clients" / "tpu" / "requirements.txt"), LIBTPU]
     core = needed(project["dependencies"], tested)
     parts, brought_by = [f"## Paceline itself\n\n{table(core, tested)}\n"], dict.fromkeys(core, "Paceline itself")
     known = dict(tested)

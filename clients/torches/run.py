@@ -56,7 +56,10 @@ def install(folder: Path, version: str, interpreter: str | None) -> Path:
     """Create an environment and return its Python."""
     environment = Environment(folder)
     environment.create(shared=interpreter is None, interpreter=interpreter)
-    environment.install(requirement(version), *([] if interpreter is None else ["-e", f"{ROOT}[dev]"]))
+    if interpreter is None:
+        environment.install(requirement(version))
+    else:
+        environment.resolve(requirement(version), "-e", f"{ROOT}[dev]")
     return environment.python
 
 

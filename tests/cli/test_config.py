@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
+from paceline.devices.kinds import kind_of
 from paceline.settings import SETTINGS, read_file, resolve
 
 
@@ -249,6 +250,25 @@ def test_the_default_is_a_process_for_each_device_of_the_best_kind(
     assert main(["config", "default"]) == 0
     values = read_file(own).values
     assert (values["num_processes"], values[switch]) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "expected"),
+    [
+        (("multi-GPU", "", "", "", "", "", "", "", ""), "xpu", 4),
+        (("multi-GPU", "", "", "", "", "", "", "", ""), "tpu", 2),  # the least that several GPUs are
+        (("TPU", "", "", "", "", "", ""), "tpu", 4),
+        (("TPU", "", "", "", "", "", ""), "xpu", 1),
+    ],
+)
+def test_the_number_of_processes_counts_devices_of_any_kind(
+    own: Path, monkeypatch: pytest.MonkeyPatch, answers: tuple[str, ...], kind: str, expected: int
+) -> None:
+    monkeypatch.setattr(kind_of("cuda"), "count", lambda: 0)
+    monkeypatch.setattr(kind_of(kind), "count", lambda: 4)
+    answer(monkeypatch, "", *answers)
+    assert main(["config"]) == 0
+    assert read_file(own).values["num_processes"] == expected
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json", ".toml"])

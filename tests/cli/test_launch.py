@@ -89,7 +89,7 @@ def test_c7_c10_two_cpu_processes_get_the_scripts_arguments_untouched(capfd: pyt
         assert one["argv"] == ["train.py", *ARGUMENTS]
         assert (one["name"], one["main"], one["torch"]) == ("__main__", True, False)
         assert (one["file"], one["path"]) == (str(Path("train.py").resolve()), str(Path.cwd()))
-        assert one["CUDA_VISIBLE_DEVICES"] == ""
+        assert (one["CUDA_VISIBLE_DEVICES"], one["PACELINE_HIDE_DEVICES"]) == ("", "1")
         assert one["PACELINE_LAUNCH_FLAGS"].split(",") == ["cpu", "num_processes"]
         assert (one["PACELINE_CPU"], one["PACELINE_NUM_PROCESSES"]) == ("true", "2")
         cluster = find_cluster(one)
@@ -109,7 +109,7 @@ def test_c7_one_process_is_the_script_itself_as_under_python() -> None:
     assert not found["torch"]
     plain = subprocess.run([sys.executable, name, *ARGUMENTS], capture_output=True, text=True, check=True)
     (without,) = told(plain.stdout)
-    added = {"CUDA_VISIBLE_DEVICES", "PACELINE_CPU", "PACELINE_LAUNCH_FLAGS"}
+    added = {"CUDA_VISIBLE_DEVICES", "PACELINE_HIDE_DEVICES", "PACELINE_CPU", "PACELINE_LAUNCH_FLAGS"}
     assert {key: value for key, value in found.items() if key not in added} == without
     assert done.stderr == "paceline launch: 1 process on the CPU (--cpu); CPU threads chosen by torch.\n"
 

@@ -15,14 +15,15 @@ from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 
-from paceline import Accelerator, Trainer, find_executable_batch_size, messages, seed_everything
+from paceline import Accelerator, PartialState, Trainer, find_executable_batch_size, messages, seed_everything
 from paceline.big_model.infer_device_map import get_max_memory
 from paceline.callbacks import DeviceStatsMonitor, LossGuard, ModelCheckpoint
 from paceline.checkpoint.checkpoint_io import AsyncCheckpointIO
+from paceline.devices.hidden import HIDE
 from paceline.devices.kinds import kind_of, present
 from paceline.loggers import Logger
 from paceline.processes.device_transfer import ahead, move, mover
-from paceline.processes.devices import find_devices, find_kind
+from paceline.processes.devices import find_best, find_devices, find_kind
 from paceline.processes.seed import isolate_rng, random_states, set_random_states
 
 FAKE = "fake:0"
@@ -237,6 +238,85 @@ def walk_of_an_own_loop(folder: Path) -> None:
 
 def test_an_own_loop_on_another_device_saves_and_restores_its_state_to_the_bit(tmp_path: Path) -> None:
     on_device(walk_of_an_own_loop, tmp_path)
+
+
+def two_ranks(dropout: float, **more: Any) -> tuple[Accelerator, Any, Any]:
+    """An Accelerator on this rank, a prepared network, and what trains it for an epoch and returns its outputs."""
+    kind_of("fake").one_per_process = True  # as a TPU's processes
+    seed_everything(3, verbose=False)
+    accelerator = Accelerator(gradient_accumulation_steps=2, **more)
+    net = Net(dropout).layer
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), 0.05), tiny_loader())
+
+    def train() -> list[Tensor]:
+        outputs = []
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                outputs.append(model(x))
+                accelerator.backward(nn.functional.mse_loss(outputs[-1], y))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return outputs
+
+    return accelerator, model, train
+
+
+def walk_of_two_ranks(cpu: bool) -> tuple[list[Tensor], str, set[str], list[str]]:
+    accelerator, model, train = two_ranks(0.0, cpu=cpu)
+    devices = {str(output.device) for output in train()}
+    gathered = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device))
+    assert gathered.tolist() == [0, 1]
+    return weights(model), accelerator.strategy.backend, devices | {str(gathered.device)}, fake_device.calls
+
+
+def test_an_own_loop_on_two_ranks_of_another_device_gives_the_numbers_of_a_cpu() -> None:
+    fakes, hosts = (on_device(walk_of_two_ranks, cpu, processes=2) for cpu in (False, True))
+    for (mine, backend, devices, calls), (theirs, other, others, _) in zip(fakes, hosts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert (backend, devices) == ("cpu:gloo,fake:fakeccl", {FAKE})
+        assert (other, others) == ("gloo", {"cpu"})
+        assert {"cpu to fake without waiting", "allreduce", "broadcast"} <= set(calls)
+
+
+def walk_of_two_random_states(folder: Path) -> tuple[list[int], list[Tensor]]:
+    accelerator, model, train = two_ranks(0.5, mixed_precision="bf16")
+    computed: set[torch.dtype] = set()
+    accelerator.unwrap_model(model)[-1].register_forward_hook(lambda module, args, output: computed.add(output.dtype))
+    torch.rand(3 + accelerator.process_index, device="fake")  # the ranks' random states differ
+    train()
+    assert computed == {torch.bfloat16}
+    state = torch.fake.get_rng_state()  # type: ignore[attr-defined]
+    accelerator.save_state(folder / "state")
+    train()
+    once = weights(model)
+    accelerator.load_state(folder / "state")
+    assert torch.equal(torch.fake.get_rng_state(), state)  # type: ignore[attr-defined]
+    train()
+    assert all(torch.equal(a, b) for a, b in zip(once, weights(model), strict=True))
+    return state.tolist(), [value.detach().cpu() for value in model.parameters()]
+
+
+def test_each_rank_on_another_device_saves_its_random_state_and_continues_to_the_bit(tmp_path: Path) -> None:
+    (first, mine), (second, theirs) = on_device(walk_of_two_random_states, tmp_path, processes=2)
+    assert first != second
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def walk_of_hidden_devices() -> None:
+    assert (find_kind("auto"), find_best()) == ("fake", ("fake", 1))
+    os.environ[HIDE] = "1"  # as `paceline launch --cpu` does
+    assert (find_kind("auto"), find_best(), present().name) == ("cpu", ("cpu", 0), "cpu")
+    assert trainer().accelerator == "cpu"
+    assert PartialState().default_device.type == "cpu"
+    assert Accelerator().device.type == "cpu"
+    for name, what in (("fake", "FAKE device"), ("gpu", "GPU"), ("mps", "MPS device")):
+        with pytest.raises(RuntimeError, match=f"`paceline launch --cpu` hides every {what} from this process"):
+            trainer(accelerator=name)
+
+
+def test_every_kind_of_device_can_be_hidden() -> None:
+    on_device(walk_of_hidden_devices)
 
 
 # ---- the single answers ----------------------------------------------------------------------------------------------

@@ -48,6 +48,24 @@ def test_the_free_memory_of_an_mps_device_leaves_out_what_the_driver_gave(monkey
         assert kind_of("mps").free_memory("mps") == free
 
 
+def test_an_mps_device_has_events_of_torch_and_no_streams_and_a_fork_cannot_use_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind, made = kind_of("mps"), []
+    monkeypatch.setattr("torch._C._mps_acquireEvent", lambda timed: made.append(timed) or 0, raising=False)
+    event = kind.new_event(timed=True)
+    assert isinstance(event, torch.mps.Event)
+    assert isinstance(kind.new_event(), torch.mps.Event)
+    assert made == [True, False]
+    assert kind.has_timed_events()
+    assert {"record", "query", "synchronize", "elapsed_time"} <= {*dir(event)}  # what the base asks of an event
+    assert not kind.overlaps_copies()
+    with pytest.raises(NotImplementedError, match="no streams for the MPS device"):
+        kind.new_stream(torch.device("mps"))
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert "the fork cannot use the MPS device" in (kind.fork_obstacle() or "")
+
+
 def test_the_page_says_of_each_kind_whether_it_has_run() -> None:
     rows = [row.split("|") for row in PAGE.read_text().splitlines() if row.startswith("| ")]
     told = {row[2].strip().partition('"')[2].partition('"')[0]: row[5].strip() for row in rows if len(row) == 7}

@@ -53,7 +53,7 @@ SWITCH = "Pass True or False"
 
 VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("accelerator", "cup", ValueError, ("Unknown accelerator 'cup'", "Did you mean 'cpu'?", "Choose 'auto', 'cpu'")),
-    ("accelerator", "tpu", RuntimeError, ("'tpu'", "sees no TPU", "Use accelerator='auto' or 'cpu'")),
+    ("accelerator", "tpu", RuntimeError, ("sees no TPU", 'pip install "paceline[tpu]"', "accelerator='auto' or 'cpu'")),
     ("accelerator", 3, TypeError, ("accelerator=3", "an int", "Pass one of 'auto'")),
     ("strategy", "dpp", ValueError, ("Unknown strategy 'dpp'", "Did you mean 'ddp'?", "or pass a Strategy")),
     ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Use strategy='ddp'")),
