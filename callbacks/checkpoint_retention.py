@@ -50,9 +50,10 @@ class CheckpointKeeper(Checkpoint):
     :class:`ModelCheckpoint` describes the arguments and attributes. Subclasses decide when to save and then call
     :meth:`save` on every rank. A step that is already saved is not saved again.
 
-    Subclasses may override three methods, which have the same names and arguments as in Lightning:
-    ``_monitor_candidates`` adds values to rank by, ``_save_checkpoint`` writes each file, on every rank and never in
-    the background, and ``_remove_checkpoint`` deletes a file, on rank 0 only.
+    Subclasses may override four methods with the names and arguments that they have in Lightning:
+    ``_monitor_candidates`` adds values to rank by, ``_update_best_and_save`` ranks and writes a file with a score, on
+    every rank, ``_save_checkpoint`` writes each file, on every rank, and ``_remove_checkpoint`` deletes a file, on rank
+    0 only. A file that one of these methods writes is never written in the background.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -103,6 +104,7 @@ class CheckpointKeeper(Checkpoint):
         self._loading: Trainer | None = None
         self._facts: dict[str, Any] = {}
         self._leftovers: list[str] = []
+        self._link_is_due = False
         self._forget_steps(alone=True)
 
     @property
@@ -176,7 +178,8 @@ class CheckpointKeeper(Checkpoint):
         ranked = ranked and self.save_top_k != 0
         if not (ranked or self.save_last) or not self.may_save(trainer):
             return
-        values = self._values(trainer)
+        candidates = self._monitor_candidates(trainer)
+        values = self._values(trainer, candidates)
         if not scored:
             values.pop(self.monitor or "", None)
         score, step = values.get(self.monitor or ""), trainer.global_step
@@ -187,6 +190,11 @@ class CheckpointKeeper(Checkpoint):
         last = bool(self.save_last) and (late or gone is not None or self._last_step != step)
         if gone is not None or last:
             trainer.saver.wait()  # whether the previous save succeeded decides which files can be replaced
+            if gone is not None and score is not None and self._is_ranked_by_program():
+                last = self._rank_by_program(trainer, score, candidates, last)
+                gone = None
+                if not last:
+                    return
             path = None if gone is None else self._unused(trainer, values, self.filename, replaces=gone)
             self._write(trainer, values, path, gone, last, self.async_save if background else False)
         elif late:
@@ -203,7 +211,7 @@ class CheckpointKeeper(Checkpoint):
         self._alone = True  # the other processes may have reached different points
         step, what = trainer.global_step, type(exception).__name__
         try:
-            values = self._values(trainer)
+            values = self._values(trainer, self._monitor_candidates(trainer))
             path = self._unused(trainer, values, self.filename) if self._saved_step != step else None
             last = bool(self.save_last) and self._last_step != step
             if path is not None or last:
@@ -234,13 +242,41 @@ class CheckpointKeeper(Checkpoint):
             if self.save_last or (self.monitor is None and self.save_top_k):
                 self.save(trainer, ranked=self.monitor is None, background=False)
             elif self._saved_step != step:
-                values = self._values(trainer)
+                values = self._values(trainer, self._monitor_candidates(trainer))
                 self._write(trainer, values, self._unused(trainer, values, self.filename), None, False)
         except Exception as error:  # the signal ends the run in any case
             messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
         else:
             path = self._saved_path if self._saved_step == step else self.last_model_path
             messages.info(f"{name} ends the fit after step {step}. The state was saved in {path!r}.")
+
+    def _is_ranked_by_program(self) -> bool:
+        own = overridden(self, "_update_best_and_save", CheckpointKeeper)
+        return own is not None and self.monitor is not None
+
+    def _rank_by_program(self, trainer: Trainer, score: Tensor, candidates: dict[str, Tensor], last: bool) -> bool:
+        """Call a subclass's ``_update_best_and_save``. Return True if ``last`` must still be written."""
+        self._link_is_due = last and self.save_last == "link"
+        try:
+            self._update_best_and_save(score, trainer, candidates)
+            return last and (self.save_last != "link" or self._link_is_due)
+        finally:
+            self._link_is_due = False
+
+    def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        """Rank and write a file with the score ``current``, and delete the file that it replaces.
+
+        Only a subclass's override is called, on every rank, if the file belongs in the ranking. The new file is on disk
+        when this method returns.
+        """
+        candidates = monitor_candidates if self.monitor is None else {**monitor_candidates, self.monitor: current}
+        values = self._values(trainer, candidates)
+        gone = self._giving_way(values[self.monitor or "epoch"])
+        if gone is None:  # the override passes a worse score
+            gone = [self.kth_best_model_path]
+        link, self._link_is_due = self._link_is_due, False
+        path = self._unused(trainer, values, self.filename, replaces=gone)
+        self._write(trainer, values, path, gone, link)
 
     def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
         """Return the files that this step's file would replace in the ranking; None if the step would not be ranked."""
@@ -365,7 +401,7 @@ class CheckpointKeeper(Checkpoint):
         trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
-        """Return ``path``, marked as a path that must not exist yet, unless it belongs to one of the replaced files."""
+        """Return ``path``; mark it as a path that must not exist yet, unless it is one of the ``replaced`` files."""
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
     def _saved(self, trainer: Trainer, paths: Sequence[str], replaced: Iterable[str], link: str = "") -> None:
@@ -452,9 +488,8 @@ class CheckpointKeeper(Checkpoint):
             root = trainer.log_dir or root
         return storage.absolute(storage.join(root, "checkpoints"))
 
-    def _values(self, trainer: Trainer) -> dict[str, Tensor]:
+    def _values(self, trainer: Trainer, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return rank 0's values for ranking and file names, on the CPU. This waits for the device."""
-        logged = self._monitor_candidates(trainer)
         wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
         wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
         values = {

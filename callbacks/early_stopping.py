@@ -222,7 +222,8 @@ class EarlyStopping(Callback):
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, None
         return EarlyStoppingReason.PATIENCE_EXHAUSTED, (
-            f"{name!r} did not improve on {self.best_score:.6g} in {self.wait_count} checks, so training stops."
+            f"{name!r} did not improve on {self.best_score:.6g} in {self.wait_count} "
+            f"check{'' if self.wait_count == 1 else 's'}, so training stops."
         )
 
     def _say(self, trainer: Trainer, text: str) -> None:

@@ -130,9 +130,9 @@ class BaseFinetuning(Callback):
         new = [p for p in params if id(p) not in held]
         if len(new) < len(params):
             messages.warn(
-                f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are already in the optimizer and "
-                "stay in their groups. Pass the optimizer only the parameters that are trainable from the start: [p "
-                "for p in self.parameters() if p.requires_grad]."
+                f"The optimizer already contains {len(params) - len(new)} of the {len(params)} parameters to "
+                "unfreeze, which stay in their groups. Pass the optimizer only the parameters that are trainable "
+                "from the start: [p for p in self.parameters() if p.requires_grad]."
             )
         return new
 
@@ -202,15 +202,16 @@ class BaseFinetuning(Callback):
     def _check_restored(self, module: str, optimizers: int, parameters: Any, added: list[list[list[str]]]) -> None:
         if len(added) != optimizers:
             raise RuntimeError(
-                f"The checkpoint's {type(self).__name__} was used with {len(added)} optimizers, but "
-                f"{module}.configure_optimizers returned {optimizers}. Resume with the module that the checkpoint was "
-                "saved from."
+                f"The checkpoint's {type(self).__name__} was saved with a different number of optimizers "
+                f"({len(added)}) than {module}.configure_optimizers returned ({optimizers}). Resume with the module "
+                "that the checkpoint was saved from."
             )
         missing = [name for groups in added for names in groups for name in names if name not in parameters]
         if missing:
             raise RuntimeError(
-                f"The checkpoint's {type(self).__name__} added {len(missing)} parameters that {module} does not have "
-                f"({messages.names(missing[:3], 'and')}). Resume with the module that the checkpoint was saved from."
+                f"The checkpoint's {type(self).__name__} added parameters that {module} does not have ({len(missing)} "
+                f"in total, such as {messages.names(missing[:3], 'and')}). Resume with the module that the checkpoint "
+                "was saved from."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

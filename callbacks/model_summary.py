@@ -47,7 +47,7 @@ class ModelSummary(Callback):
         self._hand_over(trainer, pl_module, Summary(pl_module, self._max_depth, _as_trained(trainer)))
 
     def _hand_over(self, trainer: Trainer, pl_module: TrainingModule, summary: Summary) -> None:
-        """Call :meth:`summarize`; raise an error if its signature does not fit."""
+        """Call :meth:`summarize`; raise an error if its signature does not match."""
         try:
             inspect.signature(self.summarize).bind(trainer, pl_module, summary)
         except TypeError:

@@ -179,8 +179,9 @@ class StochasticWeightAveraging(Callback):
         rates, groups = self._swa_lrs, len(optimizer.param_groups)
         if isinstance(rates, list) and len(rates) != groups:
             raise ValueError(
-                f"{type(self).__name__}: swa_lrs={rates} has {len(rates)} learning rates, but the optimizer of "
-                f"{type(pl_module).__name__} has {groups} parameter groups. Pass one for each, or one number for all."
+                f"{type(self).__name__}: swa_lrs={rates} has length {len(rates)}, but the number of parameter groups "
+                f"in the optimizer of {type(pl_module).__name__} is {groups}. Pass one learning rate for each group, "
+                "or one number for all."
             )
         scheduler = SWALR(
             optimizer,
@@ -206,8 +207,9 @@ class StochasticWeightAveraging(Callback):
         else:
             messages.warn(
                 f"{type(self).__name__} averaged no weights, because the fit ended after {trainer.current_epoch} "
-                f"epochs, but averaging starts at the end of epoch {self._start} (0-based). "
-                f"{type(pl_module).__name__} keeps its last weights. Train longer, or lower swa_epoch_start."
+                f"epoch{'' if trainer.current_epoch == 1 else 's'}, but averaging starts at the end of epoch "
+                f"{self._start} (0-based). {type(pl_module).__name__} keeps its last weights. Train longer, or lower "
+                "swa_epoch_start."
             )
 
     def _show(self, pl_module: TrainingModule) -> None:
@@ -225,8 +227,8 @@ class StochasticWeightAveraging(Callback):
         else:
             messages.warn(
                 f"The resumed run had nothing left to train, so {type(pl_module).__name__} keeps the checkpoint's "
-                f"weights, not the mean of the {self.n_averaged} averaged epochs. Raise max_epochs to continue "
-                "training."
+                f"weights, not the mean of the {self.n_averaged} averaged epoch{'' if self.n_averaged == 1 else 's'}. "
+                "Raise max_epochs to continue training."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -365,7 +365,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
 
 
 def peak_flops_of(device_name: str, dtype: str) -> float | None:
-    """Like :func:`peak_flops`, for the device name that torch reports."""
+    """Like :func:`peak_flops`, but take the device name that torch reports."""
     words = device_name.replace("-", " ").split()
     if not _SLOWER_VARIANTS.isdisjoint(words):
         return None

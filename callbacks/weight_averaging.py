@@ -368,8 +368,9 @@ class WeightAveraging(Callback):
             return
         if not self._average.n_averaged:
             messages.warn(
-                f"{type(self).__name__} never updated its average in {trainer.state.global_step} steps, so "
-                f"{type(pl_module).__name__} keeps its last weights. Train longer, or let the updates start earlier."
+                f"{type(self).__name__} never updated its average in {trainer.state.global_step} "
+                f"step{'' if trainer.state.global_step == 1 else 's'}, so {type(pl_module).__name__} keeps its last "
+                "weights. Train longer, or start the updates earlier."
             )
         self._finish(trainer, pl_module)
 

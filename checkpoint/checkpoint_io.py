@@ -22,7 +22,7 @@ class CheckpointIO(ABC):
 
     @property
     def has_own_form(self) -> bool:
-        """Whether this plugin's files differ from those of :class:`TorchCheckpointIO`."""
+        """Whether this plugin's files differ from the files of :class:`TorchCheckpointIO`."""
         return True
 
     @abstractmethod
@@ -80,9 +80,9 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Makes a Trainer write with another CheckpointIO in the background, after it has copied the tensors.
+    """Makes a Trainer write with another CheckpointIO in the background, after the tensors are copied.
 
-    A direct call of :meth:`save_checkpoint` returns once the checkpoint is written.
+    A direct call to :meth:`save_checkpoint` returns once the checkpoint is written.
 
     Args:
         checkpoint_io: writes and reads the files; None means :class:`TorchCheckpointIO`.

@@ -20,7 +20,7 @@ class SearchFolders:
     Attributes:
         own: folders that the run's callbacks save to.
         earlier: folders of earlier runs, newest first.
-        depth: levels of sub-folders in the names of the callbacks' files.
+        depth: levels of subfolders in the names of the callbacks' files.
     """
 
     own: list[Location]
@@ -35,7 +35,7 @@ class SearchFolders:
 
         Args:
             savers: the folder (None if not chosen yet) and file name of each callback that saves checkpoints.
-            runs: the folders of all runs; a run's checkpoints are in its sub-folder ``checkpoints`` by default.
+            runs: the folders of all runs; a run's checkpoints are in its subfolder ``checkpoints`` by default.
         """
         depth = max(((name or "").count("/") for _, name in savers), default=0)
         own = list(dict.fromkeys(location(folder) for folder, _ in savers if folder))

@@ -25,7 +25,7 @@ _parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed"
 
 @contextmanager
 def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which ``save_hyperparameters()`` of ``cls`` stores ``arguments`` instead.
+    """Context manager that makes ``cls.save_hyperparameters`` store ``arguments``, not the arguments of ``__init__``.
 
     Args:
         cls: the class; instances of other classes, such as its submodules, store their own arguments.
@@ -272,9 +272,9 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
     modules = [key for key, value in hparams.items() if _is_module(value)]
     if modules:
         messages.warn_once(
-            f"These hyperparameters of {owner} are modules: {messages.names(modules, 'and')}. Their weights are "
-            "already in the state_dict, and a hyperparameter file cannot store modules. "
-            f"Exclude them with self.save_hyperparameters(ignore={modules!r})."
+            f"Some hyperparameters of {owner} are modules: {messages.names(modules, 'and')}. Their weights are "
+            "already in the state_dict, and a hyperparameter file cannot store modules. Exclude them with "
+            f"self.save_hyperparameters(ignore={modules!r})."
         )
 
 

@@ -19,9 +19,9 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 def plain(value: Any, where: str) -> Any:
     """Convert ``value`` to plain data, which refers to no code; return it unchanged if it already is plain data.
 
-    Plain data is None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them.
-    Numpy scalars become Python numbers, paths become strings, and instances of subclasses of str, dict and list become
-    instances of these types.
+    Plain data consists of None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of
+    them. Numpy scalars become Python numbers, paths become strings, and instances of subclasses of str, dict and list
+    become instances of these types.
 
     ``where`` is the name of ``value`` in the error message, for example ``"callbacks['EMA']"``.
 

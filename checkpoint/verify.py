@@ -19,7 +19,7 @@ _LONGEST_ENDING = _ENDING + 0xFFFF
 
 
 class Problem(NamedTuple):
-    """Why a file or folder cannot be loaded.
+    """Describes why a file or folder cannot be loaded.
 
     Attributes:
         why: text that continues "The checkpoint is damaged or truncated: ".

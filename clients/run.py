@@ -165,7 +165,7 @@ class Result:
         if test not in self.differences:
             return found.error or found.word
         if len(found.losses) != len(self.real[test].losses):
-            return f"{len(found.losses)} losses instead of {len(self.real[test].losses)}"
+            return f"recorded {len(found.losses)} instead of {len(self.real[test].losses)} losses"
         return f"losses differ by up to {self.differences[test]:.2g}"
 
     def explanation(self, test: str) -> str:

@@ -195,9 +195,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).setdefault("__version__", self.package.version)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Return the package's distributions that ``context`` names, for ``importlib.metadata``."""
-        wanted = _normal(getattr(context, "name", None) or "")
-        return [Metadata(name, self.package) for name in self.package.distributions if _normal(name) == wanted]
+        """Return the package's distribution that ``context`` names, for ``importlib.metadata``; all without a name."""
+        name = getattr(context, "name", None)
+        if name is None and _looks_in_folders(context):
+            return []
+        found = (one for one in self.package.distributions if name is None or _normal(one) == _normal(name))
+        return [Metadata(one, self.package) for one in found]
 
     def invalidate_caches(self) -> None:
         """Do nothing, because this finder caches nothing."""
@@ -210,7 +213,9 @@ class Metadata(importlib.metadata.Distribution):
         self._distribution, self._package = distribution, package
 
     def read_text(self, filename: str) -> str | None:
-        """Return the text of METADATA, or None for other files."""
+        """Return the text of METADATA or top_level.txt, or None for other files."""
+        if filename == "top_level.txt":
+            return self._distribution.replace("-", "_") + "\n"
         if filename != "METADATA":
             return None
         lines = [
@@ -250,6 +255,26 @@ def _normal(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
+def _looks_in_folders(context: Any) -> bool:
+    """Return True if ``importlib.metadata`` was given the folders to look in, instead of ``sys.path``."""
+    return context is not None and "path" in vars(context)
+
+
+def _hide_installed(package: Package) -> None:
+    """Make ``importlib.metadata.distributions`` leave out the distributions that the package replaces."""
+    finder: Any = importlib.metadata.MetadataPathFinder
+    find, replaced = finder.find_distributions, {_normal(name) for name in package.distributions}
+
+    def find_others(context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        found = find() if context is None else find(context)
+        name = getattr(context, "name", None)
+        if _looks_in_folders(context) or (name is not None and _normal(name) not in replaced):
+            return found
+        return (one for one in found if _normal(one.metadata["Name"] or "") not in replaced)
+
+    finder.find_distributions = staticmethod(find_others)
+
+
 def install(package: Package) -> bool:
     """Redirect a package's imports to Paceline. Return False if they were already redirected.
 
@@ -272,5 +297,6 @@ def install(package: Package) -> bool:
             f"may already have decided that {package.name} is not installed. Call compat.install before that import."
         )
     sys.meta_path.insert(0, Finder(package))
+    _hide_installed(package)
     importlib.invalidate_caches()
     return True

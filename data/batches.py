@@ -59,7 +59,6 @@ class Batches:
         "_loader",
         "_lookahead",
         "_move",
-        "_prepare",
         "_remember",
         "_seed",
         "_skip",
@@ -67,6 +66,7 @@ class Batches:
         "before_ahead",
         "exhausted",
         "left_over",
+        "prepare",
     )
 
     def __init__(
@@ -89,7 +89,7 @@ class Batches:
         self._skip = skip
         self._seed = seed
         self._remember = remember
-        self._prepare = prepare
+        self.prepare = prepare
         self.before_ahead: Any = None
         self._source: Iterator[Any] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -129,8 +129,8 @@ class Batches:
         side = ahead(self._move)
         move = side or self._move
         source = source if move is None else map(move, source)
-        if self._prepare is not None:
-            self._prepare()
+        if self.prepare is not None:
+            self.prepare()
         first = next(source, _END)
         self.exhausted = first is _END
         return self._one_ahead(first, source, side.ready if side else None)

@@ -48,7 +48,7 @@ def memory_nearly_full(case: Case) -> Finding | None:
 
 
 def fragmentation(case: Case) -> Finding | None:
-    """Report that much of torch's memory is unused between tensors, so that torch had to reallocate memory."""
+    """Report that torch had to reallocate memory because much of it was unused between tensors."""
     for facts in case:
         memory = facts.memory
         total, retries = memory.get("total", 0.0), memory.get("retries", 0.0)

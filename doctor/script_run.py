@@ -89,7 +89,10 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
     }
     plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
     if batch_factor != 1 and not plain:
-        raise ValueError("This loader's batch_sampler sets the batch size, so the doctor cannot change it.")
+        raise ValueError(
+            "This loader's batch_sampler sets the batch size, so the doctor cannot change it. To try other sizes, "
+            "pass batch_size instead."
+        )
     if plain:
         options |= {"batch_size": (loader.batch_size or 1) * batch_factor, "drop_last": loader.drop_last}
         options["sampler"] = loader.sampler

@@ -115,7 +115,7 @@ def recompiles(case: Case) -> Finding | None:
         "recompiles",
         f"torch.compile compiled {first['function']} {first['times'] + 1} times ({duration(spent)} for all compiling).",
         f"The last reason: {first['reason']}." if first["reason"] else "Torch gives no reason.",
-        "Use few different batch shapes (drop_last=True, padding, buckets), or compile for dynamic shapes ("
+        "Use fewer batch shapes (drop_last=True, padding, buckets), or compile for dynamic shapes ("
         + there(case, "Trainer(compile={'dynamic': True})", "TorchDynamoPlugin(dynamic=True)")
         + ").",
         faster(share, "compiling")

@@ -103,7 +103,7 @@ class StepWatch(TorchDispatchMode):
         self._undo += [lambda: kept.__exit__(None, None, None), lambda: waits.__exit__(None, None, None)]
 
     def end(self) -> None:
-        """Stop watching the step, also after an error; a second call does nothing."""
+        """Stop watching the step, even after an error; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 

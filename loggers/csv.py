@@ -223,8 +223,8 @@ class ExperimentWriter:
         lost = rows - len(kept) - bool(last)
         if lost > 0:
             messages.warn(
-                f"{self.metrics_file_path} has {len(found)} rows, but the resumed run had written {rows}, so "
-                f"{lost} rows are lost. When you move checkpoints, move this file with them."
+                f"The resumed run had written {rows} rows to {self.metrics_file_path}, which now has {len(found)}. "
+                f"Number of lost rows: {lost}. When you move checkpoints, move this file with them."
             )
         columns = list(dict.fromkeys([*self.columns, *last]))
         if last:

@@ -216,8 +216,9 @@ class TensorBoardLogger(FolderLogger):
                 os.truncate(path, size)
         if sizes:
             messages.warn(
-                f"The resumed run's event files {messages.names(sizes, last='and')} are missing in {self.log_dir!r}, "
-                "so its curves start where it resumes."
+                f"Some of the resumed run's event files are missing from {self.log_dir!r} "
+                f"({messages.names(sizes, last='and')}), so its curves have gaps before the resume. When you move "
+                "checkpoints, move these files with them."
             )
         _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]

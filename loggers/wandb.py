@@ -151,8 +151,8 @@ class WandbLogger(CheckpointUploads):
     def save(self) -> None:
         """Wait until all values are in the run's file, so that killing this process loses none of them.
 
-        Returns at once if ``settings`` sets the flush interval (``x_transaction_log_flush_interval``) to more than one
-        second or to 0; values may then be lost.
+        Returns immediately if ``settings`` sets the flush interval (``x_transaction_log_flush_interval``) to more than
+        one second or to 0; values may then be lost.
         """
         run = self._experiment
         if run is None or run.disabled or not self._has_unwritten:

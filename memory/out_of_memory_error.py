@@ -133,8 +133,8 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     found = kind(
         f"The {device.type} device of rank {strategy.global_rank} is out of memory ({place}; precision "
         f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} "
-        f"process{'es' * (strategy.world_size != 1)}): {str(error).splitlines()[0]} The rank holds weights of "
-        f"{messages.size(sizes.weights)}, gradients of {messages.size(sizes.gradients)} and optimizer state of "
+        f"process{'es' * (strategy.world_size != 1)}): {str(error).splitlines()[0]} On this rank, weights take "
+        f"{messages.size(sizes.weights)}, gradients {messages.size(sizes.gradients)} and optimizer state "
         f"{messages.size(sizes.optimizer)}; peak {of_whom} use was {messages.size(sizes.highest)}. Try, in this order: "
         f"{advice}."
     )

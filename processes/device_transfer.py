@@ -31,7 +31,7 @@ def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover
 
 
 def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
-    """Return ``batch`` with its tensors on ``device`` and, unless it is None, floating-point tensors in ``dtype``.
+    """Return ``batch`` on ``device``, with floating-point tensors converted to ``dtype`` unless it is None.
 
     This covers nested lists, tuples, named tuples, mappings, dataclasses (even frozen ones) and objects with a ``to``
     method; anything else is unchanged. Tensors that already have this device and dtype are not copied.

@@ -136,7 +136,7 @@ class _Known(ClusterEnvironment):
 
 
 class TorchElasticEnvironment(_Known):
-    """The environment of ``torchrun`` and of everything that sets its variables."""
+    """The environment of ``torchrun`` and of other launchers that set its variables."""
 
     names = ("torchrun",)
 

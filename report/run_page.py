@@ -136,8 +136,8 @@ def _split(history: History) -> list[Html]:
         side_by_side(pies),
         pages.table(rows, ("part", "seconds", "share")),
         pages.paragraph(
-            "Measured by the host's clock on rank 0. data: waiting for the next batch; step: from the batch to the end "
-            "of its hooks; rest: logging, schedulers, the ends of epochs."
+            "Measured by the host's clock on rank 0. data: waiting for the next batch; step: from the batch to the "
+            "end of its hooks; rest: logging, schedulers, the ends of epochs."
         ),
     ]
 
@@ -182,7 +182,7 @@ def environment(history: History) -> dict[str, Any]:
     found |= {name: process.get(name) for name in ("host", "folder", "command")}
     if git:
         changed = git.get("changed files")
-        dirty = "unknown" if changed is None else f"{changed} changed files" if changed else "clean"
+        dirty = "unknown" if changed is None else f"changed files: {changed}" if changed else "clean"
         found |= {"git commit": git["commit"], "git branch": git.get("branch"), "git state": dirty}
     else:
         found["git commit"] = "no git repository"

@@ -8,8 +8,8 @@ from itertools import zip_longest
 
 #: Minimum width to which the words in a column are shortened.
 _SHORTEST = 8
-#: The unit of wrapping: text up to a space or a separator.
-_PIECE = re.compile(r".+?(?:[.,:] ?|[-/ ]|$)")
+#: The unit of wrapping: text up to a space or a separator; numbers and what follows them stay whole (0.212.ckpt).
+_PIECE = re.compile(r".+?(?:(?<!\d)\. ?|[,:] ?|[-/ ]|$)")
 
 
 def fitted(

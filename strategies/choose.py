@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from .base import SingleDevice, Strategy
 from .deepspeed.settings import DeepSpeedName
 from .distributed import DistributedStrategy, check_backend
 from .options import Options, options_in
-from .precision.base import CLIPPING, UNCALLED, Precision
+from .precision.base import CLIPPING, Precision
 from .precision.choose import choose_precision
 
 ENTRY_POINTS = "paceline.strategies"
@@ -390,14 +389,6 @@ def _fitting(strategy: Strategy) -> Strategy:
             "Use strategy='ddp' or one device, or another precision."
         )
     owner, overrides = type(precision).__name__, precision.overrides
-    for name in (name for name in UNCALLED if name in overrides):
-        raise TypeError(f"{owner} overrides {name}, which is never called. Override {UNCALLED[name]} instead.")
-    if "optimizer_step" in overrides and "model" in inspect.signature(precision.optimizer_step).parameters:
-        raise TypeError(
-            f"{owner}.optimizer_step takes a model, but it is called as optimizer_step(optimizer, closure) and "
-            "returns whether the optimizer stepped. Define it with these arguments, or override the module's "
-            "optimizer_step instead."
-        )
     refused: set[str] = set(CLIPPING) if type(strategy).clip_by_norm is not Strategy.clip_by_norm else set()
     if not strategy.steps_through_precision:
         refused.add("optimizer_step")

@@ -107,7 +107,7 @@ class Communication:
 
     @property
     def parts_group(self) -> Any:
-        """Like :attr:`data_group`; if sequences are split, with one process for each part of each share's sequences."""
+        """Like :attr:`data_group`, but with one process for each part of each share if sequences are split."""
         return self.data_group
 
     @property

@@ -67,8 +67,8 @@ class DDPStrategy(DistributedStrategy):
         ddp_comm_state: the hook's state; for PowerSGD, it can also be a dict of arguments for ``PowerSGDState``.
         ddp_comm_wrapper: a function that wraps the hook, such as ``fp16_compress_wrapper``, or ``"fp16"`` or
             ``"bf16"``.
-        model_averaging_period: with ``post_localSGD_hook``, average the parameters every this many steps (Lin et al.,
-            Don't Use Large Mini-Batches, Use Local SGD, 2020).
+        model_averaging_period: with ``post_localSGD_hook``, the interval in steps at which parameters are averaged (Lin
+            et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
         **options: arguments of ``DistributedStrategy``, such as ``timeout``, and of DistributedDataParallel:
             ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...
     """

@@ -103,7 +103,7 @@ class Placement:
             self.waiting.take_memory(module, device)
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
-        """If ``synchronize``, compute batch norms over all processes. Called before :meth:`setup_module`."""
+        """If ``synchronize``, make batch norms use all processes' batches. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Wrap a module that has already been set up, if this strategy runs training steps through a wrapper."""

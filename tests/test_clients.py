@@ -78,7 +78,7 @@ def test_a_test_whose_losses_differ_is_lost(run: ModuleType, tmp_path: Path) -> 
     real = outcomes("[1.0, 2.0]", "[1.0, NaN]", "[1.0]", "[1.0, 2.0]")
     result = run.Result(client, real, outcomes("[1.0, 2.005]", "[1.0, NaN]", "[1.0, 2.0]", "[1.0, 2.5]"), {})
     assert result.lost == ["a::2", "a::3"]
-    assert result.error("a::2") == "2 losses instead of 1"
+    assert result.error("a::2") == "recorded 2 instead of 1 losses"
     assert result.error("a::3") == "losses differ by up to 0.5"
     assert result.differences["a::0"] == pytest.approx(0.005)
     assert "| 4 | 4 | 2 | 0 | inf |" in run.table([result])

@@ -110,6 +110,8 @@ def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path
     assert not [name for name in HOOKS if f'id="{name.replace("_", "-")}"' not in hooks]
     commands = (site / "reference" / "commands.html").read_text()
     assert not [name for name in COMMANDS if f"<h2>paceline {name}<" not in commands]
+    assert "{no|fp16|bf16|fp8}" in commands
+    assert "no, fp16, bf16, fp8" not in commands
 
 
 def test_the_figures_of_the_start_page_are_those_of_the_benchmarks() -> None:

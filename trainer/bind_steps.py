@@ -34,6 +34,7 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
     called = _with_arguments(step, name, type(module).__name__, several_loaders)  # type: ignore[arg-type]
     if run.strategy.splits_batches:
         called = JoiningStep(called, name, module, run.metrics)
+    run.strategy.precision.model, run.strategy.precision.step_name = module, name
     bound = run.strategy.bind_step(called, run.model, training=name == "training_step")
     bound = around_training_step(run, bound) if name == "training_step" else bound
     if name == "training_step" and scope_of(run.trainer.compile) in ("step", "graphs"):

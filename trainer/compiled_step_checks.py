@@ -11,7 +11,7 @@ from .. import messages
 from ..callbacks.base import Callback, overridden
 from ..strategies.base import SingleDevice
 from ..strategies.compile_networks import scope_of
-from ..strategies.precision.base import CLIPPING
+from ..strategies.precision.base import BACKWARD, CLIPPING
 from ..torch_private import is_of_scheduler, step_hooks
 from .bind_steps import takes_iterator
 from .module import TrainingModule
@@ -49,7 +49,7 @@ def check_trainer(trainer: Trainer) -> None:
             f"{asked}, precision={strategy.precision.name!r}): the host has to read the gradients to decide whether "
             f"to step. Use precision='bf16-mixed', {_INSTEAD}."
         )
-    own = sorted(strategy.precision.overrides & {*CLIPPING, "optimizer_step"})
+    own = sorted(strategy.precision.overrides & {*CLIPPING, *BACKWARD, "optimizer_step"})
     if own:
         raise ValueError(
             f"{asked}): {type(strategy.precision).__name__} overrides {messages.names(own, last='and')}, which would "

@@ -231,8 +231,8 @@ class EvalLoop:
         """Raise if a loader that knows its length yielded a different number of batches."""
         if seen != limit and known != float("inf"):
             raise RuntimeError(
-                f"The {self.word} dataloader has length {known}, but the number of batches was {seen} instead of "
-                f"{limit}. Correct __len__, or remove it."
+                f"The {self.word} dataloader has length {known}, but yielded {seen} instead of {limit} batches. "
+                "Correct __len__, or remove it."
             )
 
     def may_stop(self, known: float) -> bool:

@@ -1,4 +1,4 @@
-"""Names of the hooks and methods that a run calls, and a function that finds the one that is running."""
+"""Names of the hooks and methods that a run calls, and a function that finds the running hook."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,12 +149,12 @@ class FitLoop:
         ``on_train_batch_end`` hooks; and :meth:`after_hooks`. A checkpoint can be saved anywhere in between, so
         ``state.pending`` always names the work that a run resumed from that checkpoint does first.
         """
-        run, state, hooks, metrics, stops = self.run, self.state, self.hooks, self.metrics, self.stops
+        run, state, metrics, stops = self.run, self.state, self.metrics, self.stops
         self.start_epoch()
         self.plan_epoch()
         step, batches = self.step(), self.batches(start_batch)
         run_step = self.profiler.around("run_training_batch", step)  # `step` itself if nothing is profiled
-        batch_starts, batch_ends = hooks.on_train_batch_start, hooks.on_train_batch_end  # tuples of bound methods
+        batch_starts, batch_ends = self.batch_hooks()  # tuples of bound methods
         num_batches = run.source.num_training_batches  # inf if the loader has no length
         schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
         every_batch = self.validation.every is not None or bool(schedules.step_plateaus)
@@ -237,6 +238,18 @@ class FitLoop:
         self.max_steps = limit(run.trainer.max_steps)
         self.log_every = run.trainer.log_every_n_steps
         self.validation.plan_epoch()
+
+    def batch_hooks(self) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
+        """Return the hooks at a batch's start and end.
+
+        If the step fetches its batches itself, the hooks get the batch that was fetched last, at first None, and its
+        index.
+        """
+        starts, ends = self.hooks.on_train_batch_start, self.hooks.on_train_batch_end
+        if self.takes_iterator:
+            starts = tuple(partial(_with_last_batch, hook) for hook in starts)
+            ends = tuple(partial(_with_last_batch_and_outputs, hook) for hook in ends)
+        return starts, ends
 
     def step(self) -> ManualStep:
         """Create the epoch's step, because callbacks may have changed the optimizers or the accumulation."""
@@ -398,8 +411,7 @@ class FitLoop:
         if asleep:
             messages.warn_once(
                 f"{type(run.module).__name__} starts the fit with {asleep} submodule{'s' * (asleep != 1)} in eval "
-                "mode, and the fit does not change that. Call module.train() before fit, unless they are meant to be "
-                "frozen."
+                "mode, and the fit does not change that. Call module.train() before fit, unless eval mode is intended."
             )
         updates = run.trainer.estimated_stepping_batches
         if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
@@ -471,8 +483,8 @@ class FitLoop:
         """Return the error for a loader that yields more or fewer batches than its length."""
         return (
             f"The train_dataloader has length {self.run.source.num_training_batches}, but yielded {seen} "
-            f"batch{'es' * (seen != 1)} in epoch {self.state.epoch}. Accumulation windows, validation and schedules "
-            "are planned from the length, so correct __len__, or remove it so that Paceline looks one batch ahead "
+            f"batch{'es' * (seen != 'only 1')} in epoch {self.state.epoch}. Accumulation windows, validation and "
+            "schedules rely on the length, so correct __len__, or remove it so that Paceline looks one batch ahead "
             "instead."
         )
 
@@ -480,3 +492,11 @@ class FitLoop:
 def limit(value: int | None) -> float:
     """Return a limit as a number to compare with; -1 and None (no limit) become inf."""
     return float("inf") if value in (-1, None) else float(value)  # type: ignore[arg-type]
+
+
+def _with_last_batch(hook: Callable[..., Any], batches: StepIterator, batch_idx: int) -> Any:
+    return hook(*batches.last[:2])
+
+
+def _with_last_batch_and_outputs(hook: Callable[..., Any], outputs: Any, batches: StepIterator, batch_idx: int) -> Any:
+    return hook(outputs, *batches.last[:2])

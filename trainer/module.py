@@ -18,7 +18,7 @@ from ..callbacks.base import overridden
 from ..checkpoint.hyperparameters import HyperparametersMixin
 from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
-from ..strategies.precision.base import CLIPPING
+from ..strategies.precision.base import BACKWARD, CLIPPING
 from ..strategies.precision.base import parameters as parameters_of
 from ..torch_private import COMPILED_CALL, is_in_parts, own_modules
 from .metric_reductions import Group, RecordOptions
@@ -300,11 +300,16 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 f"{type(self).__name__} called self.manual_backward, but the trainer runs backward itself. Set "
                 "self.automatic_optimization = False in __init__ to call it yourself, or return the loss instead."
             )
-        for hook in trainer.current_run.hooks.on_before_backward:
+        hooks, precision = trainer.current_run.hooks, trainer.strategy.precision
+        if not precision.overrides.isdisjoint(BACKWARD):
+            around = (hooks.on_before_backward, hooks.on_after_backward)
+            precision.bind_backward(trainer.strategy.backward, self, None, around)(loss, *args, **kwargs)
+            return
+        for hook in hooks.on_before_backward:
             hook(loss)
         backward = self.backward or partial(TrainingModule.backward, self)
         trainer.strategy.backward(loss, how=lambda scaled: backward(scaled, *args, **kwargs))
-        for hook in trainer.current_run.hooks.on_after_backward:
+        for hook in hooks.on_after_backward:
             hook()
 
     def optimizer_step(

@@ -93,6 +93,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
         if checkpoint is not None:
             restore_model(run, checkpoint, ("model",))
         run.strategy.settle_weights(module)
+        connect_precision(run)
     module.zero_grad()
     run.trainer.profiler.attach(run.trainer)
     return resumed
@@ -455,6 +456,23 @@ def setup_optimizers(run: Run) -> None:
             "network to an attribute."
         )
     run.optimizers = run.strategy.setup_optimizers(optimizers)
+    connect_precision(run)
+
+
+def connect_precision(run: Run) -> None:
+    """Call the ``connect`` of the user's own Precision, which may replace the optimizers and the schedulers."""
+    precision = run.strategy.precision
+    if "connect" not in precision.overrides:
+        return
+    given = run.model
+    run.model, optimizers, configs = precision.connect(given, list(run.optimizers), list(run.lr_scheduler_configs))
+    if run.model is not given:
+        run.model = given
+        raise TypeError(
+            f"{type(precision).__name__}.connect returned another module than it got ({type(given).__name__}). Change "
+            "the module in place, or override convert_module."
+        )
+    run.optimizers, run.lr_scheduler_configs = list(optimizers), list(configs)
 
 
 def log_hyperparameters(run: Run) -> None:

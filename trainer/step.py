@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .. import messages
+from ..strategies.precision.base import BACKWARD
 from .hooks import method_of, overridden, takes
 from .joint_optimizer import needs_closure
 from .loss import LossReader
@@ -95,7 +96,12 @@ class TrainStep(ManualStep):
         # `overridden` returns a user's own method, or None; `by_module` only adds the timing if there is a profiler.
         own_backward = overridden(module, "backward", TrainingModule)
         self.backward = partial(strategy.backward, how=own_backward) if own_backward else strategy.backward
-        self.scales = strategy.precision.scaler is not None
+        precision = strategy.precision
+        if not precision.overrides.isdisjoint(BACKWARD):
+            around = (self.before_backward, self.after_backward)
+            self.before_backward = self.after_backward = ()
+            self.backward = precision.bind_backward(strategy.backward, module, self.optimizer, around)
+        self.scales = precision.scaler is not None
         self.clip = self._clipping(module)
         self.take = strategy.optimizer_step
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
@@ -205,7 +211,7 @@ class TrainStep(ManualStep):
 
 
 class ClosureStep(TrainStep):
-    """A step for optimizers that evaluate the loss themselves and modules that override ``optimizer_step``.
+    """A step for optimizers that evaluate the loss themselves, and for modules and precisions with their own step.
 
     The closure runs forward, backward, hooks and clipping. Its first call for a batch adds to the gradients of the
     window's earlier micro-batches; further calls (by LBFGS) start from cleared gradients.
@@ -366,7 +372,8 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
         return FreeStep(run, forward)
     if not module.automatic_optimization:
         return ManualStep(run, forward)
-    closed = overridden(module, "optimizer_step", TrainingModule) is not None or needs_closure(run.joint.optimizer)
+    own = overridden(module, "optimizer_step", TrainingModule) is not None or run.strategy.precision.needs_closure
+    closed = own or needs_closure(run.joint.optimizer)
     return (ClosureStep if closed else TrainStep)(run, forward, losses)
 
 

@@ -878,7 +878,7 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Every value logged so far, as scalar tensors by name. Callbacks monitor these."""
+        """All values logged so far, by name, as scalar tensors. Callbacks monitor these values."""
         return callback_values(self.current_run.metrics)
 
     @property

@@ -92,7 +92,7 @@ def verify(
     tolerance: float = 1e-6,
     **arguments: Any,
 ) -> VerifyReport:
-    """Train a few steps under each strategy, and after every step compare every parameter with one-process training.
+    """Train a few steps under each strategy, and compare every parameter with one-process training after each step.
 
     Each run starts from the module's current weights and performs ``steps`` updates on the same batches; a strategy
     that splits the data gets an equal part of every batch on each process. The reference is one process in float64. A

@@ -12,6 +12,7 @@ from ...report.text_table import fitted
 from .select import FoundCheckpoint, checkpoints
 
 _HEADINGS = ("name", "save", "epoch", "step", "score", "kind", "ranks", "size", "written", "state")
+#: Columns that wrap. Names do so only if leaving other columns out is not enough.
 _WRAP = ("name", "state")
 _LEFT_OUT = ("save", "ranks", "kind", "epoch", "written", "size")
 
@@ -30,7 +31,10 @@ def run(arguments: Namespace) -> int:
     else:
         names = _short([str(one.path) for one in found])
         columns, width = list(zip(_HEADINGS, *map(_row, names, found), strict=True)), messages.columns(of_answers=True)
-        rows, left_out = fitted(columns, width, _WRAP, _LEFT_OUT, _WRAP)
+        rows, left_out = fitted(columns, width, ("state",), _LEFT_OUT, ("state",))
+        if width is not None and max(len(line) for row in rows for line in row.splitlines()) > width:
+            kept = [cells for cells in columns if cells[0] not in _LEFT_OUT]
+            rows, left_out = fitted(kept, width, _WRAP, (), _WRAP)[0], list(_LEFT_OUT)
         messages.answer("\n".join(rows))
         if left_out:
             messages.answer(textwrap.fill(f"Left out for lack of room: {', '.join(left_out)}.", width or 80))

@@ -1,6 +1,6 @@
 """Run the device tests on a TPU that XLA emulates on the CPU: one device, and no meaningful speed.
 
-    make tpu                                     half a minute; two minutes more to install everything (0.8 GB) at first
+    make tpu                                     half a minute, plus two minutes for the first installation (0.8 GB)
     make tpu TPU="-k resumed -x"                 some of the tests, with pytest's options
 
 The environment, .tpu, shares the packages of .venv. It adds TorchTPU and the plugin that runs XLA's programs on the

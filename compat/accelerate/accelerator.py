@@ -53,7 +53,7 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*args, **kwargs)
         self._deepspeed = self.state.deepspeed_plugin
         if isinstance(self._deepspeed, DeepSpeedPlugin):
-            self._deepspeed.show_precision(self.mixed_precision)
+            self._deepspeed.set_mixed_precision(self.mixed_precision)
         # Loops for Accelerate skip to the resume position themselves, except with stateful data loaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.states.folders = _Folders(self.strategy, self.project_configuration)
@@ -72,6 +72,7 @@ class Accelerator(accelerator.Accelerator):
             if isinstance(self._deepspeed, DeepSpeedPlugin):
                 steps, split = self.gradient_accumulation_steps, self.dataloader_config.split_batches
                 self._deepspeed.fill(objects, steps, self.strategy.num_data_ranks, split)
+                self.prepared.clip_norm = self._deepspeed.clip_norm
             objects = tuple(created(objects, self._deepspeed))
         found = super().prepare(*objects, device_placement=device_placement)
         self._mark_models()
@@ -133,7 +134,7 @@ class Accelerator(accelerator.Accelerator):
         raise NotImplementedError(
             f"transformers.Trainer does not work with ParallelismConfig(sp_size={self.parallelism_config.sp_size}), "
             "because it would split sequences a second time (accelerator.deepspeed_ulysses_dl_adapter). In the "
-            f"Trainer, use cp_size={self.parallelism_config.sp_size} instead. In a custom loop, remove the call of "
+            f"Trainer, use cp_size={self.parallelism_config.sp_size} instead. In a custom loop, remove the call to "
             "that method, because accelerator.prepare(model, optimizer, loader) already splits sequences."
         )
 

@@ -75,7 +75,10 @@ def _set_tensor(
             f"{type(owner).__name__} has no parameter or buffer {name!r} (in {tensor_name!r}). Check the name."
         )
     if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
-        raise ValueError(f"{tensor_name} has a shape but no value yet, so it cannot be moved to {device}. Pass value=.")
+        raise ValueError(
+            f"{tensor_name} has a shape but no value yet, so it cannot be moved to {device}. Pass its value as "
+            "value=..."
+        )
     if value is not None and value.shape != old.shape:
         raise ValueError(
             f"{tensor_name} has shape {tuple(old.shape)}, but the value has shape {tuple(value.shape)}. Pass a "

@@ -144,13 +144,13 @@ class BaseConfig:
     debug: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that are not None or empty."""
+        """Return the settings that are neither None nor empty."""
         return {name: value for name, value in asdict(self).items() if value not in (None, {})}
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> Any:
         """Read a configuration file; by default, the one in use."""
-        content = files.load(Path(yaml_file or default_config_file))
+        content = cls.process_config(files.load(Path(yaml_file or default_config_file)))
         unknown = sorted(content.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             raise ValueError(
@@ -159,13 +159,36 @@ class BaseConfig:
             )
         return cls(**content)
 
-    from_json_file = from_yaml_file
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str] | None = None) -> Any:
+        """Read a configuration file; by default, the one in use."""
+        return cls.from_yaml_file(json_file)
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
         """Write the settings to a file, in the format that its suffix selects."""
         files.write_file(yaml_file, self.to_dict())
 
-    to_json_file = to_yaml_file
+    def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
+        """Write the settings to a file, in the format that its suffix selects."""
+        self.to_yaml_file(json_file)
+
+    @staticmethod
+    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+        """Replace the names of older files, and set what they leave out; changes and returns ``config_dict``."""
+        fp16, backend = config_dict.pop("fp16", False), config_dict.pop("dynamo_backend", None)
+        if backend is not None:
+            config_dict["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
+        defaults = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "NO",
+            "mixed_precision": "fp16" if fp16 else None,
+            **dict.fromkeys(("use_cpu", "debug", "enable_cpu_affinity"), False),
+        }
+        found = {**defaults, **config_dict}
+        if found["distributed_type"] == "NO":
+            found.setdefault("num_processes", 1)
+        config_dict.update(found)
+        return config_dict
 
 
 @dataclass

@@ -5,20 +5,28 @@ Paceline creates both as torch objects and leaves the rest of the file to its De
 
 from __future__ import annotations
 
+import base64
 import copy
 import importlib
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ... import messages
 from ...accelerator import plugins
-from ...strategies.deepspeed.settings import read_config, read_dict, without_auto
+from ...settings import resolve
+from ...strategies.deepspeed.settings import read_dict, without_auto
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SECTIONS = ("optimizer", "scheduler")
 #: Options of DeepSpeed's own optimizers.
@@ -35,6 +43,25 @@ _FIELDS = {
 }
 #: Fields that must not differ from the file's value. For all other fields, the file's value is used.
 _CHECKED = ("gradient_accumulation_steps", "gradient_clipping")
+#: Fields that show the values of a file and have no other effect.
+_SHOWN = {
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+#: The values that fields show if nothing sets them.
+_DEFAULTS = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": "none",
+    "offload_param_nvme_path": "none",
+    "zero3_save_16bit_model": False,
+    "enable_msamp": False,
+    "msamp_opt_level": "O1",
+}
 
 
 class DummyOptim:
@@ -86,43 +113,74 @@ class DummyScheduler:
 class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     """Paceline's DeepSpeedPlugin, whose configuration may define the optimizer and the schedule.
 
-    ``hf_ds_config`` is converted to an :class:`HfDeepSpeedConfig`, and its values are copied to the fields.
+    ``hf_ds_config`` is converted to an :class:`HfDeepSpeedConfig`, and its values are copied to the fields. Without it,
+    an :class:`HfDeepSpeedConfig` is created from the fields. Fields that are not set show Accelerate's defaults.
     """
 
     def __post_init__(self) -> None:
-        given = self.hf_ds_config
-        if given is None:
-            return
-        if not hasattr(given, "config"):
-            self.hf_ds_config = given = HfDeepSpeedConfig(given)
-        vars(self)["_file"] = given.given if isinstance(given, HfDeepSpeedConfig) else copy.deepcopy(given.config)
-        for name, key in _FIELDS.items():
-            value = self.get_value(key, "auto")
-            if value != "auto" and (getattr(self, name) is None or name not in _CHECKED):
+        vars(self)["_defaults"] = {}
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        vars(self).update(vars(plugins.DeepSpeedPlugin(**given).filled(resolve())))
+        if self.hf_ds_config is None:
+            self._show(_DEFAULTS)
+            self.hf_ds_config = HfDeepSpeedConfig(self._from_fields())
+            vars(self)["_file"] = {}
+        else:
+            if not hasattr(self.hf_ds_config, "config"):
+                self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+            own = self.hf_ds_config
+            vars(self)["_file"] = own.given if isinstance(own, HfDeepSpeedConfig) else copy.deepcopy(own.config)
+            for name, key in _FIELDS.items():
+                value = self.get_value(key, "auto")
+                if value != "auto" and (getattr(self, name) is None or name not in _CHECKED):
+                    setattr(self, name, value)
+            self._show({name: self.get_value(key) for name, key in _SHOWN.items() if self.get_value(key) != "auto"})
+            self._show(_DEFAULTS)
+            self._replace({key: getattr(self, name) for name, key in {**_FIELDS, **_SHOWN}.items()})
+        self.deepspeed_config.setdefault("steps_per_print", math.inf)
+        self._show({"zero3_init_flag": self.hf_ds_config.is_zero3()})
+
+    def _show(self, values: Mapping[str, Any]) -> None:
+        """Set fields that are None to values that count as not set."""
+        for name, value in values.items():
+            if getattr(self, name) is None and value is not None:
                 setattr(self, name, value)
+                vars(self)["_defaults"][name] = value
+
+    def _asked(self) -> plugins.DeepSpeedPlugin:
+        """Return Paceline's plugin with the values that the script, the settings or the file set."""
+        defaults, found = vars(self)["_defaults"], {one.name: getattr(self, one.name) for one in fields(self)}
+        found = {name: None if value in ("auto", defaults.get(name)) else value for name, value in found.items()}
+        file = {name: value for name, value in self._given.items() if name not in _SECTIONS}
+        return plugins.DeepSpeedPlugin(**{**found, "hf_ds_config": file or None})
+
+    def _from_fields(self) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.zero_stage}
+        for name in ("offload_optimizer", "offload_param"):
+            device, path = getattr(self, f"{name}_device"), getattr(self, f"{name}_nvme_path")
+            zero[name] = {"device": device, "nvme_path": path if device == "nvme" else None}
+        zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
+        found = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "zero_optimization": zero,
+        }
+        return {**found, "gradient_clipping": self.gradient_clipping} if self.gradient_clipping else found
+
+    def filled(self, settings: Mapping[str, Any] | None) -> Self:
+        """Return the plugin itself, which has read the settings, so that a script sees what ``prepare`` fills in."""
+        del settings
+        return self
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
         """The configuration. :meth:`fill` replaces its ``"auto"`` values."""
-        if self.hf_ds_config is not None:
-            return self.hf_ds_config.config
-        return vars(self).setdefault("_config", self._initial())
+        return self.hf_ds_config.config
 
     @deepspeed_config.setter
     def deepspeed_config(self, config: dict[str, Any]) -> None:
-        if self.hf_ds_config is not None:
-            self.hf_ds_config.config = config
-        else:
-            vars(self)["_config"] = config
-
-    def _initial(self) -> dict[str, Any]:
-        devices = {"offload_optimizer": self.offload_optimizer_device, "offload_param": self.offload_param_device}
-        found: dict[str, Any] = dict.fromkeys(
-            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
-        )
-        found["zero_optimization"] = {"stage": 2 if self.zero_stage is None else self.zero_stage}
-        found["zero_optimization"] |= {name: {"device": device or "none"} for name, device in devices.items()}
-        return found if self.gradient_clipping is None else {**found, "gradient_clipping": self.gradient_clipping}
+        self.hf_ds_config.config = config
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return a value in the configuration by its dotted name."""
@@ -171,22 +229,81 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def select(self) -> None:
         """Do nothing, because an Accelerator has one plugin."""
 
-    def show_precision(self, mixed_precision: str) -> None:
-        """Add the sections that specify the precision to ``deepspeed_config``."""
-        config = self.deepspeed_config
-        config.setdefault("steps_per_print", math.inf)
-        for name in ("bf16", "fp16"):
-            config.setdefault(name, {"enabled": mixed_precision == name})
-            self._replace({f"{name}.enabled": mixed_precision == name})
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Add the sections that specify the precision to ``deepspeed_config``.
+
+        Args:
+            mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``, which uses bf16.
+        """
+        config, word = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
+        for name in ("fp16", "bf16"):
+            enabled = {"enabled": name == word}
+            config.setdefault(name, {**enabled, "auto_cast": True} if name == word == "fp16" else enabled)
+            self._replace({f"{name}.enabled": name == word})
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Call :meth:`fill_match` for each value of the configuration.
+
+        Args:
+            prefix: dotted name of the section.
+            mismatches: list that sentences about differences are added to.
+            config: the section; None means all.
+            must_match: whether values that are not ``"auto"`` must be those of the arguments.
+            **kwargs: values by dotted names.
+
+        Raises:
+            ValueError: values differ.
+        """
+        found: list[str] = [] if mismatches is None else mismatches
+        for name, value in list((self.deepspeed_config if config is None else config).items()):
+            if isinstance(value, Mapping):
+                self.deepspeed_config_process(f"{prefix}{name}.", found, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + name, found, must_match, **kwargs)
+        if found and not prefix:
+            raise ValueError(f"{'; '.join(found)}. Change one of the two, or set the configuration's value to 'auto'.")
+
+    def set_deepspeed_weakref(self) -> None:
+        """Do nothing: models are sharded when they are prepared, not when they are created."""
+
+    def set_moe_leaf_modules(self, model: Any) -> None:
+        """Do nothing, or raise if the plugin names mixture-of-experts layers, which Paceline does not support.
+
+        Args:
+            model: not used.
+
+        Raises:
+            NotImplementedError: ``transformer_moe_cls_names`` is set.
+        """
+        del model
+        self.options()
 
     def read(self) -> dict[str, Any]:
         """Return the configuration without ``"auto"`` values, the optimizer and the schedule."""
-        return read_config({name: value for name, value in self._given.items() if name not in _SECTIONS})
+        return self._asked().read()
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments for DeepSpeedStrategy."""
+        return self._asked().options()
 
     def decided(self, name: str) -> Any:
         """Return a value as Paceline's plugin does, but 1.0 for ``gradient_clipping`` if it is ``"auto"``."""
-        found = super().decided(name)
-        return 1.0 if found is None and name == "gradient_clipping" and self._given.get(name) == "auto" else found
+        found = self._asked().decided(name)
+        if found is None and name == "gradient_clipping":
+            found = 1.0 if self.is_auto(name) else self.get_value(name)
+        return found
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Norm that gradients are clipped to at each step, after :meth:`fill`; None means no clipping."""
+        return float(self.get_value("gradient_clipping") or 0.0) or None
 
     def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> None:
         """Replace the ``"auto"`` values that follow from the prepared objects.
@@ -199,13 +316,16 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         """
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size]
         sizes = [int(one.batch_size or 0) // (world if split else 1) for one in loaders]
-        self._replace({"gradient_accumulation_steps": steps, "gradient_clipping": self.decided("gradient_clipping")})
+        self._replace({"gradient_accumulation_steps": steps, "gradient_clipping": 1.0})
+        self._replace({_SHOWN["zero3_save_16bit_model"]: False})
         if sizes:
             self._replace({"train_micro_batch_size_per_gpu": (min if self.is_train_batch_min else max)(sizes)})
         micro = self.deepspeed_config.get("train_micro_batch_size_per_gpu")
         if isinstance(micro, int):
             self._replace({"train_batch_size": micro * steps * world})
         for one in objects:
+            if isinstance(one, nn.Module):
+                self._replace(_buckets(getattr(one, "config", None)))
             if isinstance(one, DummyOptim):
                 self._replace({"optimizer.params.lr": one.lr, "optimizer.params.weight_decay": one.weight_decay})
             if isinstance(one, DummyScheduler):
@@ -224,6 +344,17 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def _given(self) -> dict[str, Any]:
         """The configuration as the user passed it."""
         return vars(self).get("_file", {})
+
+
+def _buckets(config: Any) -> dict[str, int]:
+    """Return the values that depend on the size of a model's hidden states, if its configuration says it."""
+    size = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or (0,))
+    values = {
+        "reduce_bucket_size": size * size,
+        "stage3_prefetch_bucket_size": int(0.9 * size * size),
+        "stage3_param_persistence_threshold": 10 * size,
+    }
+    return {f"zero_optimization.{name}": value for name, value in values.items() if size}
 
 
 def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any]:
@@ -251,19 +382,31 @@ def _value(config: Any, name: str, default: Any) -> Any:
     return default if found is None else found.get(last, default)
 
 
+def _parsed(given: Any) -> Any:
+    """Return the dict that JSON text means; anything else is returned unchanged."""
+    if isinstance(given, str) and not os.path.exists(given):
+        for read in (str, base64.urlsafe_b64decode):
+            with suppress(ValueError):
+                return json.loads(read(given))
+    return given
+
+
 class HfDeepSpeedConfig:
     """A DeepSpeed configuration whose values are read by dotted names.
 
     Args:
-        config_file_or_dict: a dict, or the path of a JSON file.
+        config_file_or_dict: a dict, the path of a JSON file, or JSON, which may be encoded in base64.
 
     Attributes:
         given: the configuration as the user passed it.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.given: dict[str, Any] = copy.deepcopy(read_dict(config_file_or_dict))
+        self.given: dict[str, Any] = copy.deepcopy(read_dict(_parsed(config_file_or_dict)))
         self.config = copy.deepcopy(self.given)
+
+    def set_stage_and_offload(self) -> None:
+        """Do nothing: stage and offloading are read from the configuration when they are asked for."""
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
         """Return the section that contains a dotted name (None if there is none), and the last part of the name."""
@@ -286,7 +429,7 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Return True if the value is set and false."""
+        """Return True if the value is set but false."""
         found = self.get_value(ds_key_long)
         return found is not None and not found
 
@@ -300,6 +443,8 @@ class HfDeepSpeedConfig:
 
     def is_offload(self) -> bool:
         """Return True if weights or the optimizer state are offloaded from the GPU."""
+        if not (self.is_zero2() or self.is_zero3()):
+            return False
         names = ("offload_optimizer", "offload_param")
         return any(self.get_value(f"zero_optimization.{name}.device") in ("cpu", "nvme") for name in names)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ... import messages
 from ...accelerator.dispatched_loader import Dispatched
@@ -50,21 +52,23 @@ class DataLoaderShard(PreparedLoader):
         central = dispatches(loader, config, device_placement)
         if central:
             loader = replaced(loader, generator=None)
-        if config.use_seedable_sampler:
-            if isinstance(sampler, RandomSampler):
-                own = torch.initial_seed() if config.data_seed is None else config.data_seed
-                options["seed"] = _shared(strategy.gather_objects(own))
-                sampler.generator = torch.Generator()
-        elif not central and strategy.num_data_ranks > 1 and getattr(sampler, "generator", loader) is None:
+        early = config.use_stateful_dataloader and (strategy.num_data_ranks == 1 or not central)
+        shares = not (config.use_seedable_sampler or central) and strategy.num_data_ranks > 1
+        if shares and getattr(sampler, "generator", loader) is None:
             sampler.generator = torch.Generator().manual_seed(_draw())
-        if config.use_stateful_dataloader and isinstance(sampler, RandomSampler):
-            _tell(
-                "With use_stateful_dataloader=True, the shuffling order is the same as without it. Accelerate uses "
-                "the order of torchdata's sampler instead.",
-                key="torchdata's order",
-            )
+        before = _first_draws(loader) if early else None
+        if config.use_seedable_sampler and isinstance(sampler, RandomSampler):
+            own = torch.initial_seed() if config.data_seed is None else config.data_seed
+            options["seed"] = _shared(strategy.gather_objects(own))
+            sampler.generator = torch.Generator()
+            if early and loader.num_workers:
+                _tell(
+                    "With use_stateful_dataloader=True and workers, the seedable sampler decides the order of every "
+                    "pass. With Accelerate, torch's global generator decides that of the first one.",
+                    key="the first pass of a stateful loader",
+                )
         config = replace(config, dispatch_batches=central, data_seed=None)
-        vars(self).update(_sampler=sampler, _first=True)
+        vars(self).update(_sampler=sampler, _first=True, _before=before)
         super().__init__(loader, strategy, config, device_placement=device_placement, **options)
 
     @property
@@ -105,7 +109,10 @@ class DataLoaderShard(PreparedLoader):
         return round(self.last_share * left / world) if left else size // world
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
-        strategy = self.strategy
+        strategy, now = self.strategy, None
+        if self._before is not None and start == 0 and resume is None:
+            now = torch.get_rng_state()
+            torch.set_rng_state(self._before)
         if strategy.num_data_ranks > 1:
             if isinstance(self._source, Dispatched):
                 if strategy.global_rank:
@@ -113,8 +120,11 @@ class DataLoaderShard(PreparedLoader):
             else:
                 for generator in users_generators(self._source):
                     generator.set_state(strategy.broadcast(generator.get_state()))
-        vars(self)["_first"] = False
-        return super()._batches(epoch, start, resume)
+        vars(self).update(_first=False, _before=None)
+        found = super()._batches(epoch, start, resume)
+        if now is not None:
+            found.prepare = partial(torch.set_rng_state, now)
+        return found
 
     def _settle_order(self, epoch: int) -> int | None:
         if self.seed is not None:
@@ -171,9 +181,9 @@ class DataLoaderShard(PreparedLoader):
         if world > 1 and self.remainder > 0:
             theirs = "repeats other samples" if self._even else "fills the batches of the first processes"
             _tell(
-                f"The last {self.remainder} of {self.total_dataset_length} samples do not fill a batch on each of "
-                f"{world} processes. The processes share them, so that each sample counts once, whereas Accelerate "
-                f"{theirs}.",
+                f"The dataset's last samples ({self.remainder} of {self.total_dataset_length}) do not fill a batch on "
+                f"each of {world} processes. The processes share them, so that each sample counts once, whereas "
+                f"Accelerate {theirs}.",
                 key="the last batches are not full",
             )
         if self._skip and self.seed is not None:
@@ -204,6 +214,22 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
 def _draw() -> int:
     """Draw a seed from torch's global generator."""
     return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def _first_draws(loader: DataLoader[Any]) -> Tensor | None:
+    """Draw the numbers that start the first pass, as Accelerate does when it prepares a stateful loader.
+
+    Returns:
+        The state of the global generator before these draws; None if the pass makes them itself.
+    """
+    before, sampler = torch.get_rng_state(), sampler_of(loader)
+    if loader.num_workers and not isinstance(sampler, (RandomSampler, SequentialSampler, type(None))):
+        return None
+    if loader.generator is None:
+        _draw()
+    if loader.num_workers and getattr(sampler, "generator", loader) is None:
+        _draw()
+    return before
 
 
 def _shared(seeds: list[int]) -> int:

@@ -310,7 +310,9 @@ def _overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
         check(overfit_batches, fast_dev_run=limits.pop("fast_dev_run"))
         for name, value in limits.items() if overfit_batches else ():
             if value:
-                messages.warn(f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}.")
+                messages.warn(
+                    f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}. Pass only one of them."
+                )
 
     return warn
 

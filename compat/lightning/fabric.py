@@ -299,7 +299,8 @@ class Fabric:
         """
         if (clip_val is None) is (max_norm is None):
             raise ValueError(
-                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}): pass exactly one of the two."
+                f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}) needs exactly one of the two "
+                "arguments. Pass clip_val to clip each value, or max_norm to clip their total norm."
             )
         accelerator = self.accelerator_of_loop
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -544,7 +545,7 @@ def _checked_filter(state: Mapping[str, Any], filter: Mapping[str, Any]) -> Mapp
             raise ValueError(f"fabric.save(filter=...): {messages.unknown('entry', name, list(state))}")
         if not callable(choose):
             raise TypeError(
-                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}. Pass a function that takes a "
-                "key and a value."
+                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}, not a function. Pass a "
+                "function that takes a key and a value."
             )
     return filter

@@ -86,7 +86,7 @@ def _owner(model: Any, attribute: str) -> Any:
     if not owners:
         raise AttributeError(
             f"{attribute!r} is not an attribute or hyperparameter of {type(model).__name__}, and not an attribute of "
-            "its DataModule."
+            "its DataModule. Check the name."
         )
     return owners[-1]
 
@@ -168,7 +168,9 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
     """Load a file of tensors whose values stay on disk until they are used."""
     path = os.fspath(filename)
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"The file {path!r} does not exist, so it cannot be loaded.")
+        raise FileNotFoundError(
+            f"The file {path!r} does not exist, so it cannot be loaded. Pass the path of an existing file."
+        )
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -212,7 +214,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """
     seen = CUDA_KIND.count()
     if num_devices > seen:
-        raise ValueError(f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPUs. Request fewer.")
+        raise ValueError(
+            f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPU{'' if seen == 1 else 's'}. "
+            "Request fewer."
+        )
     usable = []
     for index in range(seen):
         if len(usable) == num_devices:

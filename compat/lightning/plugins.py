@@ -26,7 +26,6 @@ from ...processes.device_transfer import move
 from ...strategies.base import Strategy
 from ...strategies.distributed import DistributedStrategy
 from ...strategies.fsdp.settings import FSDPSettings
-from ...strategies.precision.base import Precision
 from ...torch_private import pytree
 from ...trainer import checkpoint_contents
 from ...trainer.trainer import Trainer
@@ -139,20 +138,6 @@ class StrategyNames(Strategy):
         return self.model_state(_trainer(self).lightning_module)
 
 
-class PrecisionNames(Precision):
-    """Methods that :func:`install` adds to every precision."""
-
-    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
-        """Return the arguments unchanged, because the strategy converts the model during setup."""
-        return model, optimizers, lr_schedulers
-
-    def train_step_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager for the forward pass."""
-        return self.forward_context()
-
-    val_step_context = test_step_context = predict_step_context = train_step_context
-
-
 class AcceleratorNames(Accelerator):
     """Methods that :func:`install` adds to every accelerator."""
 
@@ -191,7 +176,7 @@ def copying(save: Callable[..., None]) -> Callable[..., None]:
 
 def install() -> None:
     """Add the attributes and methods that Paceline's classes lack."""
-    for names in (StrategyNames, PrecisionNames, AcceleratorNames):
+    for names in (StrategyNames, AcceleratorNames):
         owner = names.__base__
         for name, value in vars(names).items():
             if not hasattr(owner, name):

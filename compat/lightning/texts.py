@@ -71,8 +71,9 @@ def _advise(trainer: Any, loaders: Iterable[Any], name: str) -> None:
 def _advise_interval(trainer: Any, batches: int | float) -> None:
     if trainer.loggers and not trainer.fast_dev_run and batches < trainer.log_every_n_steps < 2**62:
         messages.warn(
-            f"An epoch has {batches} batches, fewer than log_every_n_steps={trainer.log_every_n_steps}. Lower "
-            "log_every_n_steps to log step values in every epoch."
+            f"The number of batches in an epoch ({batches}) is lower than "
+            f"log_every_n_steps={trainer.log_every_n_steps}. Lower log_every_n_steps to log step values in every "
+            "epoch."
         )
 
 
@@ -90,8 +91,8 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
         )
     elif workers <= 2 < most or workers < 2 <= most:
         messages.warn(
-            f"{name} has {workers} workers, so loading may be slower than training. Raise num_workers of its "
-            f"DataLoader, up to {most} on this machine."
+            f"{name} has num_workers={workers}, so loading may be slower than training. Raise num_workers, up to "
+            f"{most} on this machine."
         )
     if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
         messages.warn(

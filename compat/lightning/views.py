@@ -140,7 +140,7 @@ _LIMITS: dict[str, Read] = {
 
 
 class Optimization(View):
-    """``epoch_loop.automatic_optimization`` and ``.manual_optimization``."""
+    """View of ``epoch_loop.automatic_optimization`` and ``epoch_loop.manual_optimization``."""
 
     place = "trainer.fit_loop.epoch_loop.manual_optimization"
     instead = (
@@ -154,7 +154,7 @@ class Optimization(View):
 
 
 class EpochLoop(View):
-    """``fit_loop.epoch_loop``."""
+    """View of ``fit_loop.epoch_loop``."""
 
     place = "trainer.fit_loop.epoch_loop"
     instead = "Use the arguments of on_train_batch_start, trainer.is_last_batch and trainer.state instead."
@@ -180,7 +180,7 @@ class EpochLoop(View):
 
 
 class FitLoopView(View):
-    """``trainer.fit_loop``."""
+    """View of ``trainer.fit_loop``."""
 
     place = "trainer.fit_loop"
     instead = "Use trainer.state, trainer.current_run and a Callback's hooks instead."
@@ -200,7 +200,7 @@ class FitLoopView(View):
 
 
 class ValidationLoop(View):
-    """``trainer.validate_loop``, and the validation loop of a fit."""
+    """View of ``trainer.validate_loop`` and of a fit's validation loop."""
 
     place = "trainer.validate_loop"
     instead = "Use trainer.num_val_batches, trainer.callback_metrics and on_validation_batch_end instead."
@@ -214,7 +214,7 @@ class ValidationLoop(View):
 
 
 class TestLoop(View):
-    """``trainer.test_loop``."""
+    """View of ``trainer.test_loop``."""
 
     place = "trainer.test_loop"
     instead = "Use trainer.num_test_batches, trainer.callback_metrics and on_test_batch_end instead."
@@ -225,7 +225,7 @@ class TestLoop(View):
 
 
 class PredictLoop(View):
-    """``trainer.predict_loop``."""
+    """View of ``trainer.predict_loop``."""
 
     place = "trainer.predict_loop"
     instead = "Use trainer.predictions, trainer.predict_batch_indices and on_predict_batch_end instead."
@@ -239,7 +239,7 @@ class PredictLoop(View):
 
 
 class DataConnector(View):
-    """``trainer._data_connector``."""
+    """View of ``trainer._data_connector``."""
 
     place = "trainer._data_connector"
     instead = "Pass loaders or a DataModule to trainer.fit, validate, test or predict; read trainer.datamodule."
@@ -247,7 +247,7 @@ class DataConnector(View):
 
 
 class CheckpointConnector(View):
-    """``trainer._checkpoint_connector``."""
+    """View of ``trainer._checkpoint_connector``."""
 
     place = "trainer._checkpoint_connector"
     instead = "Use trainer.save_checkpoint(path), or pass ckpt_path= to fit, validate, test or predict."
@@ -261,7 +261,7 @@ class CheckpointConnector(View):
 
 
 class LoggerConnector(View):
-    """``trainer._logger_connector``."""
+    """View of ``trainer._logger_connector``."""
 
     place = "trainer._logger_connector"
     instead = "Read values from trainer.callback_metrics, logged_metrics or progress_bar_metrics."
@@ -272,7 +272,7 @@ class LoggerConnector(View):
 
 
 class CallbackConnector(View):
-    """``trainer._callback_connector``."""
+    """View of ``trainer._callback_connector``."""
 
     place = "trainer._callback_connector"
     instead = "Read trainer.callbacks, which lists the callbacks in the order in which they are called."

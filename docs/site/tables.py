@@ -106,22 +106,21 @@ def option(parser: ArgumentParser, action: Action) -> str:
     takes = "" if action.nargs == 0 else f" {formatter._format_args(action, action.dest.upper())}"
     form = ", ".join(f"{one}{takes}" for one in action.option_strings) or str(action.metavar or action.dest)
     words = " ".join(formatter._expand_help(action).split()) if action.help else ""
-    facts = "; ".join(accepted(action, words))
+    facts = "; ".join(accepted(action, words, listed="{" in takes))
     return f".. option:: {form}\n\n   {plain(words)}{' ' * bool(facts)}{facts and f'({facts})'}\n\n"
 
 
-def accepted(action: Action, words: str) -> Iterator[str]:
-    """Return the values and the default of an option, unless its help names them."""
+def accepted(action: Action, words: str, listed: bool) -> Iterator[str]:
+    """Return the values of an option, unless its form lists them, and its default, unless its help names it."""
     from paceline.settings import SETTINGS
 
     one = SETTINGS.get(action.dest)
     default = one.default if one and one.default is not None else action.default
     if action.nargs == 0:
         default = bool(default)
-    elif one:
-        yield plain(one.accepts)
-    elif action.choices:
-        yield plain(", ".join(map(str, action.choices)))
+    elif one or action.choices:
+        if not listed:
+            yield plain(one.accepts if one else ", ".join(map(str, action.choices or ())))
     elif action.type in (int, float):
         yield "a whole number" if action.type is int else "a number"
     if default not in (None, SUPPRESS, []) and "default" not in words:

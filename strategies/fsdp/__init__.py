@@ -1,1 +1,1 @@
-"""Fully sharded data parallel."""
+"""The strategy for fully sharded data parallelism."""

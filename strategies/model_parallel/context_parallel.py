@@ -226,7 +226,7 @@ class _Attention(TorchFunctionMode):
     ) -> None:
         """Run ``tensor.backward`` inside this context, for forward passes that activation checkpointing repeats.
 
-        Torch leaves the context while it handles a function of a tensor, so torch gets a gradient edge instead.
+        Torch would leave the context in ``tensor.backward``, so this runs backward from the tensor's gradient edge.
         """
         if inputs is not None or not tensor.requires_grad or (gradient is None and tensor.numel() != 1):
             tensor.backward(gradient, retain_graph, create_graph, inputs)

@@ -1,4 +1,4 @@
-"""Batches whose sequences prepared loaders split across processes, as DeepSpeed's Ulysses does."""
+"""Split sequences across processes in prepared loaders, as DeepSpeed's Ulysses does."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ class Weights:
     def _sum_across(self, users: tuple[int, ...], flat: Tensor) -> None:
         """Sum a tensor in place across some of the pipeline's processes.
 
-        This needs no process group for these processes. All processes, even in other pipelines, would have to create
-        it.
+        This avoids a separate process group, which all processes, including other pipelines, would have to create.
         """
         group = self.pipeline.group
         if len(users) == self.pipeline.size:

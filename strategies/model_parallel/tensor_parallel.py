@@ -247,7 +247,7 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Splits a linear layer's weight along its input dimension, and sums the partial results over the ranks.
+    """Splits a linear layer's weight along its input dimension, and sums the partial results across ranks.
 
     Its inputs are the outputs of a :class:`Columns` layer.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -22,23 +23,24 @@ DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torc
 
 #: The methods that take part in clipping; if a subclass overrides one, ``clip_gradients`` replaces the strategy's clip.
 CLIPPING = frozenset(("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params"))
-#: Methods of other frameworks' precisions that are never called, and what to override instead.
-UNCALLED = {
-    "connect": "convert_module or setup_optimizers",
-    "pre_backward": "the module's on_before_backward, or scale_loss",
-    "backward": "the module's backward",
-    "post_backward": "the module's on_after_backward",
-    **dict.fromkeys(
-        ("train_step_context", "val_step_context", "test_step_context", "predict_step_context"), "forward_context"
-    ),
+#: The methods around a backward pass; if a subclass overrides one, backward passes run through all three.
+BACKWARD = frozenset(("pre_backward", "backward", "post_backward"))
+#: The context of each step of a module.
+STEP_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
 }
 _CALLED = (
     "autocast_context_manager",
+    "connect",
     "convert_input",
     "forward_context",
     "module_init_context",
     "optimizer_step",
     "tensor_init_context",
+    *STEP_CONTEXTS.values(),
 )
 
 
@@ -48,17 +50,46 @@ def _is_users(cls: type, name: str) -> bool:
     return owner is not None and not owner.__module__.startswith(__package__ or "")
 
 
+def _taking_model(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an ``optimizer_step`` with Lightning's arguments to be called without the module, and without a closure."""
+
+    @functools.wraps(method)
+    def step(precision: Precision, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
+        if not isinstance(model, nn.Module):
+            model, closure = precision.model, closure or model
+        return method(precision, optimizer, model=model, closure=closure or _nothing, **arguments) is not False
+
+    vars(step)["needs_closure"] = True
+    return step
+
+
+def _nothing() -> None:
+    """Stand for the closure of a step in manual optimization."""
+
+
 class Precision:
     """The dtypes that a run computes in. This class implements ``"32-true"``: all tensors keep the user's dtypes.
 
     :meth:`bind_forward` is called once, when a run starts, and returns the step unchanged if it needs no context.
 
-    Your subclass may override any method. The Trainer calls its :meth:`convert_input` with each batch before the batch
-    is moved, runs each step in its :meth:`forward_context`, and clips through its :meth:`clip_gradients`.
+    Your subclass may override any method. The Trainer calls its :meth:`convert_input` with each batch before the
+    batch is moved, runs each step in its :meth:`train_step_context`, :meth:`val_step_context` and so on, which are its
+    :meth:`forward_context` by default, and clips through its :meth:`clip_gradients`. Its backward passes run through
+    :meth:`pre_backward`, :meth:`backward` and :meth:`post_backward`. These methods, :meth:`connect` and
+    :meth:`optimizer_step` may have the arguments that they have in Lightning.
     """
 
     #: The methods that this subclass overrides and that are called only if overridden.
     overrides: ClassVar[frozenset[str]] = frozenset()
+
+    #: Whether ``optimizer_step`` is a subclass's with Lightning's arguments, whose closure runs the whole step.
+    needs_closure: ClassVar[bool] = False
+
+    #: The module of the run, for a subclass's methods; None before the first run.
+    model: Any = None
+    #: The step that :meth:`bind_forward` binds next, such as ``"training_step"``; None in door two.
+    step_name: str | None = None
+    _backward_hooks: tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]] = ((), ())
 
     #: The canonical name, as in ``Trainer(precision=...)``.
     name: str = "32-true"
@@ -73,7 +104,11 @@ class Precision:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.overrides = frozenset(name for name in (*_CALLED, *CLIPPING, *UNCALLED) if _is_users(cls, name))
+        cls.overrides = frozenset(name for name in (*_CALLED, *CLIPPING, *BACKWARD) if _is_users(cls, name))
+        own = vars(cls).get("optimizer_step")
+        if own is not None and _is_users(cls, "optimizer_step") and "model" in inspect.signature(own).parameters:
+            cls.optimizer_step = _taking_model(own)
+        cls.needs_closure = hasattr(cls.optimizer_step, "needs_closure")
 
     @property
     def precision(self) -> str:
@@ -90,26 +125,56 @@ class Precision:
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Register the optimizers; raises if this precision does not work with one of them."""
 
+    def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
+        """Return the module, the optimizers and the schedulers that a run uses.
+
+        Only a subclass's override is called, once when a run starts. It must return the same module, which may be
+        changed.
+        """
+        return model, optimizers, lr_schedulers
+
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         """Return the function that the loop calls in place of ``step``; it may run the step in autocast."""
         return self._in_context(step) if self.has_own_context else step
 
     def _in_context(self, step: Callable[..., T]) -> Callable[..., T]:
+        context = getattr(self, self._context_name)
+
         @functools.wraps(step)
         def in_context(*args: Any, **kwargs: Any) -> T:
-            with self.forward_context():
+            with context():
                 return step(*args, **kwargs)
 
         return in_context
 
     @property
     def has_own_context(self) -> bool:
-        """Whether a subclass outside this package decides the context of a forward pass."""
-        return not self.overrides.isdisjoint(("forward_context", "autocast_context_manager"))
+        """Whether a subclass outside this package decides the context of the step that is being bound."""
+        return not self.overrides.isdisjoint(("forward_context", "autocast_context_manager", self._context_name))
+
+    @property
+    def _context_name(self) -> str:
+        return STEP_CONTEXTS.get(self.step_name or "", "forward_context")
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which :meth:`bind_forward` runs a step, for forward passes outside a step."""
         return nullcontext()
+
+    def train_step_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a ``training_step``: :meth:`forward_context`."""
+        return self.forward_context()
+
+    def val_step_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a ``validation_step``: :meth:`forward_context`."""
+        return self.forward_context()
+
+    def test_step_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a ``test_step``: :meth:`forward_context`."""
+        return self.forward_context()
+
+    def predict_step_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a ``predict_step``: :meth:`forward_context`."""
+        return self.forward_context()
 
     def backward_context(self) -> AbstractContextManager[Any]:
         """Context manager for a backward pass inside a step (manual optimization); it turns the step's autocast off."""
@@ -157,6 +222,49 @@ class Precision:
         """Return the scaled loss to run backward on, shape ()."""
         return loss
 
+    def bind_backward(
+        self,
+        backward: Callable[..., None],
+        model: nn.Module,
+        optimizer: Any,
+        hooks: tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]],
+    ) -> Callable[..., None]:
+        """Return a function that runs a backward pass through the methods of a subclass that overrides one of them.
+
+        Args:
+            backward: the strategy's ``backward``.
+            model: the module.
+            optimizer: the optimizer; None in manual optimization.
+            hooks: the ``on_before_backward`` and ``on_after_backward`` hooks.
+        """
+        self._backward_hooks = hooks
+
+        def run(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            loss = self.pre_backward(loss, model)
+            backward(loss, how=lambda scaled: self.backward(scaled, model, optimizer, *args, **kwargs))
+            self.post_backward(loss, model)
+
+        return run
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Call the ``on_before_backward`` hooks, and return the loss to run backward on, shape ()."""
+        for hook in self._backward_hooks[0]:
+            hook(tensor)
+        return tensor
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward on the scaled loss, shape (), with the module's ``backward``.
+
+        ``optimizer`` is None in manual optimization.
+        """
+        (model.backward or Tensor.backward)(tensor, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Call the ``on_after_backward`` hooks, and return the loss without its graph."""
+        for hook in self._backward_hooks[1]:
+            hook()
+        return tensor.detach()
+
     def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
         """Return the loss scale that several optimizers share, shape (); None if no scale is shared.
 
@@ -167,12 +275,25 @@ class Precision:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, once, before clipping."""
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Run one optimizer step. Returns False if it was skipped because of an overflow."""
+    def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> bool:
+        """Run one optimizer step. Returns False if it was skipped because of an overflow.
+
+        It is called with ``(optimizer, closure)``, where a closure is given only if the optimizer or the module needs
+        one. A subclass that also has a parameter ``model`` gets Lightning's arguments, and a closure that runs the
+        whole step: forward, backward, hooks and clipping.
+
+        Args:
+            optimizer: the optimizer.
+            model: the module, which has no effect, or the closure.
+            closure: evaluates the loss, or None.
+            **arguments: further arguments of ``optimizer.step``.
+        """
+        if not isinstance(model, nn.Module):
+            closure = closure or model
         if closure is None:
-            optimizer.step()
+            optimizer.step(**arguments)
         else:
-            optimizer.step(closure=closure)
+            optimizer.step(closure=closure, **arguments)
         return True
 
     def main_params(self, optimizer: Optimizer) -> Iterable[Tensor]:

@@ -50,8 +50,8 @@ class BitsandbytesPrecision(MixedPrecision):
         mode: ``"nf4"`` or ``"fp4"`` (4 bits), either with the suffix ``"-dq"`` (scales are quantized too), ``"int8"``
             (8 bits), or ``"int8-training"`` (weights stay in floating point and are trained; only matrix products use 8
             bits).
-        dtype: the dtype of computation. If None, bfloat16, or float16 for ``"int8"`` on a GPU and on GPUs without
-            bfloat16, or float32 for ``"int8-training"``. With float16, the loss is scaled.
+        dtype: the dtype of computation. None means float32 for ``"int8-training"``, float16 for ``"int8"`` on a GPU and
+            for GPUs without bfloat16, and bfloat16 otherwise. With float16, the loss is scaled.
         ignore_modules: names of modules to leave out: full names (``"model.lm_head"``) or parts of names
             (``"lm_head"``).
 

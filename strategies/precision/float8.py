@@ -26,10 +26,10 @@ _CAPABILITY = (8, 9)
 class Float8Precision(MixedPrecision):
     """The precision ``"fp8-mixed"``: ``"bf16-mixed"`` with 8-bit matrix products in linear layers.
 
-    When the run starts, torchao's ``Float8Linear`` replaces the module's ``nn.Linear`` layers and stays in the module.
-    Weights stay float32 parameters with the same names, so checkpoints do not change. Each tensor is scaled to the
-    range of its 8-bit dtype right before it is multiplied (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
-    FSDP gathers the converted weights in 8 bits, unless ``recipe`` scales by rows.
+    When the run starts, torchao's ``Float8Linear`` replaces ``nn.Linear`` layers of the module, and stays in the
+    module. Weights stay float32 parameters with the same names, so checkpoints do not change. Each tensor is scaled to
+    the range of its 8-bit dtype right before it is multiplied (Micikevicius et al., FP8 Formats for Deep Learning,
+    2022). FSDP gathers the converted weights in 8 bits, unless ``recipe`` scales by rows.
 
     Requires the package ``torchao``, and a CUDA GPU with compute capability 8.9 or higher (Ada, Hopper, Blackwell). On
     a CPU, the products are emulated: tensors are rounded to 8 bits and multiplied in float32.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from ...torch_private import scale_of, scaler_states
@@ -36,8 +36,8 @@ class MixedPrecision(Precision):
             strategy's device if None.
         scaler: your own ``GradScaler``, for fp16 only.
         autocast: if False, the forward pass computes in the dtype of the weights and inputs.
-        cache: whether a weight is converted once per forward pass instead of at each use. If None, torch's default, or
-            False if the strategy shards the weights, because the cache would hold the whole model's weights.
+        cache: whether a weight is converted once per forward pass instead of at each use. None means torch's default,
+            or False if the strategy shards the weights, because the cache would hold the whole model's weights.
     """
 
     def __init__(
@@ -137,16 +137,18 @@ class MixedPrecision(Precision):
                 "loss scaling does not support. Use 'bf16-mixed' or '32-true'."
             )
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> bool:
         if not self._scales:
-            return super().optimizer_step(optimizer, closure)
+            return super().optimizer_step(optimizer, model, closure, **arguments)
+        if not isinstance(model, nn.Module):
+            closure = closure or model
         if closure is not None:
             closure()
         if not gradients(optimizer):
-            return super().optimizer_step(optimizer)
+            return super().optimizer_step(optimizer, **arguments)
         self.unscale_gradients(optimizer)
         # step already waits for the device, so reading the overflow flags adds no wait.
-        self.scaler.step(optimizer)
+        self.scaler.step(optimizer, **arguments)
         found = scaler_states(self.scaler)[id(optimizer)]["found_inf_per_device"]
         skipped = any(overflow.item() for overflow in found.values())
         self._update_due = True

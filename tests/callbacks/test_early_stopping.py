@@ -279,7 +279,7 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
     caplog.set_level(logging.INFO, "paceline")
     fit(Scored(3.0, 2.0, 2.0), EarlyStopping("score", patience=1, verbose=verbose))
     assert ("'score' improved from 3 to 2." in caplog.text) == verbose
-    assert "'score' did not improve on 2 in 1 checks, so training stops." in caplog.text
+    assert "'score' did not improve on 2 in 1 check, so training stops." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -462,7 +462,7 @@ def test_an_optimizer_that_holds_the_frozen_backbone_is_told_about(tmp_path: Pat
 
     record = Recorder()
     finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=False)
-    with pytest.warns(PacelineWarning, match="2 of 2 parameters to unfreeze are already in the optimizer"):
+    with pytest.warns(PacelineWarning, match="already contains 2 of the 2 parameters to unfreeze"):
         trainer(tmp_path, finetuning, record, max_epochs=3).fit(All(), loader())
     assert record.rates == [[0.01]] * 3
 

@@ -1088,3 +1088,66 @@ def test_a_subclass_adds_values_and_writes_and_deletes_files(tmp_path: Path):
     assert done == [("save", first), ("save", second), ("remove", first)]
     assert [path.name for path in tmp_path.glob("*.ckpt")] == [second] == [Path(kept.best_model_path).name]
     assert kept.best_model_score == 2
+
+
+class Ranking(ModelCheckpoint):
+    """Records the calls of its own methods."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[str] = []
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        self.calls.append("candidates")
+        return super()._monitor_candidates(trainer)
+
+    def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        assert monitor_candidates.keys() == {"epoch", "step", "score", "train_loss"}
+        self.calls.append(f"update {current:.0f}")
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+        self.calls.append(f"updated {Path(self.best_model_path).stem}")
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        self.calls.append(f"save {Path(filepath).stem}")
+        super()._save_checkpoint(trainer, filepath)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        self.calls.append(f"remove {Path(filepath).stem}")
+        super()._remove_checkpoint(trainer, filepath)
+
+
+@pytest.mark.parametrize("save_last", [None, True, "link"])
+def test_a_subclass_updates_the_ranking_itself(tmp_path: Path, save_last: Any) -> None:
+    kept = Ranking(tmp_path, "{epoch}", monitor="score", save_top_k=2, save_last=save_last)
+    fit(tmp_path, kept, module=Scored(3.0, 2.0, 1.0, 4.0), epochs=4)
+    last = ["save last"] * (save_last is True)
+    first = ["candidates", "update 3", "save epoch=0", "updated epoch=0", *last]
+    second = ["candidates", "update 2", "save epoch=1", "updated epoch=1", *last]
+    third = ["candidates", "update 1", "save epoch=2", "remove epoch=0", "updated epoch=2", *last]
+    done = first + second + third
+    assert kept.calls[: len(done)] == done
+    assert "update 4" not in kept.calls
+    assert {path.name for path in tmp_path.glob("epoch*")} == {"epoch=1.ckpt", "epoch=2.ckpt"}
+    assert kept.best_model_score == 1
+    assert kept.kth_value == 2
+    state = load(kept.best_model_path)["callbacks"][kept.state_key]
+    assert state["best_model_score"] == 1
+    assert load(kept.best_model_path)["epoch"] == 2
+    if save_last:
+        assert load(kept.last_model_path)["global_step"] == 16
+
+
+def test_an_update_of_the_programs_own_decides_about_the_file_and_the_score(tmp_path: Path) -> None:
+    class Picky(ModelCheckpoint):
+        def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: Any) -> None:
+            if trainer.current_epoch != 1:
+                super()._update_best_and_save(current + 10, trainer, monitor_candidates)
+                assert Path(self.best_model_path).exists()
+
+    kept = Picky(tmp_path, "{epoch}-{score:.0f}", monitor="score", save_last=True, async_save=True)
+    fit(tmp_path, kept, module=Scored(3.0, 2.0, 1.0))
+    assert names(tmp_path) == ["epoch=2-score=11.ckpt", "last.ckpt"]
+    assert kept.best_model_score == 11
+    again = Picky(tmp_path, "{epoch}-{score:.0f}", monitor="score", save_last=True)
+    fit(tmp_path, again, module=Scored(3.0, 2.0, 1.0, 0.0), epochs=4, resume=kept.last_model_path)
+    assert names(tmp_path) == ["epoch=3-score=10.ckpt", "last.ckpt"]

@@ -458,7 +458,7 @@ def test_a_fraction_of_endless_epochs_is_refused(tmp_path: Path) -> None:
 def test_rates_for_other_groups_than_there_are_are_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, StochasticWeightAveraging([0.1, 0.2], swa_epoch_start=1), max_epochs=1)
     with pytest.raises(
-        ValueError, match=r"has 2 learning rates, but the optimizer of Net has 1 parameter groups.*Pass"
+        ValueError, match=r"has length 2, but the number of parameter groups in the optimizer of Net is 1.*Pass"
     ):
         run.fit(Net(), loader())
 

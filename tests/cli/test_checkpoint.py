@@ -92,6 +92,8 @@ def test_ls_fits_the_width_of_the_terminal(tmp_path: Path, capsys: Any, columns:
     assert {"name", "step", "score", "state"} <= set(shown.splitlines()[0].split())
     assert "Left out for lack of room: save" in shown
     assert "loss=0.25" in shown
+    if columns == 80:
+        assert name in shown
 
 
 def test_ls_looks_into_the_folders_of_earlier_runs_and_tells_programs_as_json(tmp_path: Path, capsys: Any) -> None:

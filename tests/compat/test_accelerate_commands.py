@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,9 +66,12 @@ def test_a_configuration_is_written_and_read(tmp_path: Path, suffix: str) -> Non
     config = commands.ClusterConfig(num_processes=2, mixed_precision="bf16", fsdp_config={"fsdp_version": 2})
     config.to_yaml_file(path)
     assert commands.ClusterConfig.from_yaml_file(path) == config
-    path.write_text(json.dumps({**config.to_dict(), "nodes": 3}))
+    old = {"fp16": True, "dynamo_backend": "NO", "distributed_type": "NO"}
+    config = commands.ClusterConfig.process_config(old)
+    assert (config["mixed_precision"], config["dynamo_config"], config["num_processes"]) == ("fp16", {}, 1)
+    path.write_text(json.dumps({**config, "nodes": 3}))
     with pytest.raises(ValueError, match=r"keys that ClusterConfig does not have: \['nodes'\]"):
-        commands.ClusterConfig.from_json_file(path)
+        commands.ClusterConfig.from_json_file(json_file=path)
 
 
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------------
@@ -140,7 +145,7 @@ def test_a_deepspeed_plugin_shows_what_its_file_says(tmp_path: Path) -> None:
     path.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 0.5, "train_batch_size": "auto"}))
     plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=str(path))
     assert (plugin.zero_stage, plugin.gradient_clipping, plugin.offload_param_device) == (3, 0.5, "cpu")
-    assert (plugin.gradient_accumulation_steps, plugin.options()["stage"]) == (None, 3)
+    assert (plugin.gradient_accumulation_steps, plugin.options()["stage"]) == ("auto", 3)
     assert plugin.hf_ds_config.is_zero3()
     assert plugin.get_value("zero_optimization.stage") == plugin.hf_ds_config.get_value("zero_optimization.stage") == 3
     assert [plugin.is_auto(name) for name in ("train_batch_size", "gradient_clipping", "zero.stage")] == [True, 0, 0]
@@ -150,14 +155,72 @@ def test_a_deepspeed_plugin_shows_what_its_file_says(tmp_path: Path) -> None:
     plugin.fill_match("gradient_clipping", differences, must_match=False, gradient_clipping=1.0)
     assert plugin.hf_ds_config.get_value("train_batch_size") == 8
     assert differences == ["gradient_clipping is 0.5 in the DeepSpeed configuration, but 1.0 is requested"]
-    with plugin.zero3_init_context_manager(enable=True):
-        assert plugin.is_zero3_init_enabled()
-    assert not plugin.is_zero3_init_enabled()
-    plugin.show_precision("bf16")
+    with plugin.zero3_init_context_manager(enable=False):
+        assert not plugin.is_zero3_init_enabled()
+    assert plugin.is_zero3_init_enabled()
+    plugin.set_mixed_precision("bf16")
     assert [plugin.get_value(f"{name}.enabled") for name in ("bf16", "fp16")] == [True, False]
     assert "bf16" not in plugin.options()["config"]
     with pytest.raises(ValueError, match=r"nowhere\.json' does not exist"):
         deepspeed.DeepSpeedPlugin(hf_ds_config="nowhere.json")
+
+
+def test_a_deepspeed_plugin_of_fields_has_the_configuration_of_a_file() -> None:
+    plugin = deepspeed.DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu")
+    assert (plugin.gradient_accumulation_steps, plugin.gradient_clipping) == ("auto", "auto")
+    assert (plugin.offload_optimizer_device, plugin.zero3_init_flag, plugin.msamp_opt_level) == ("none", True, "O1")
+    config = plugin.hf_ds_config
+    assert (config.is_zero3(), config.is_offload(), config.config is plugin.deepspeed_config) == (True, True, True)
+    assert config.config == {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto"),
+        **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), "auto"),
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "cpu", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "steps_per_print": float("inf"),
+    }
+    assert plugin.options() == {"stage": 3, "offload_parameters": True}
+    assert [plugin.decided(name) for name in ("gradient_accumulation_steps", "gradient_clipping")] == [None, 1.0]
+    plugin.fill([DataLoader(range(8), 2)], 4, 2, False)  # type: ignore[arg-type]
+    assert [config.get_value(name) for name in ("train_batch_size", "gradient_accumulation_steps")] == [16, 4]
+    assert (config.get_value("gradient_clipping"), plugin.clip_norm) == (1.0, 1.0)
+    assert plugin.filled({}) is plugin
+
+
+def test_a_deepspeed_plugin_of_fields_reads_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    plugin = deepspeed.DeepSpeedPlugin()
+    assert (plugin.zero_stage, plugin.get_value("zero_optimization.stage")) == (1, 1)
+    assert plugin.get_value("gradient_clipping") == plugin.decided("gradient_clipping") == 0.5
+    assert plugin.options() == {"stage": 1}
+
+
+def test_the_values_of_a_deepspeed_configuration_can_be_checked_at_once() -> None:
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero, "train_batch_size": "auto"})
+    plugin.deepspeed_config_process(train_batch_size=8)
+    assert plugin.get_value("train_batch_size") == 8
+    with pytest.raises(
+        ValueError, match=r"zero_optimization.stage is 2 in the DeepSpeed configuration, but 3 is asked"
+    ):
+        plugin.deepspeed_config_process(**{"zero_optimization.stage": 3})
+    plugin.deepspeed_config_process(must_match=False, **{"zero_optimization.stage": 3})
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(hidden_size=16)  # type: ignore[assignment]
+    plugin.fill([model], 1, 1, False)
+    assert plugin.get_value("zero_optimization.reduce_bucket_size") == 256
+    plugin.set_moe_leaf_modules(model)
+    plugin.set_deepspeed_weakref()
+
+
+def test_a_deepspeed_configuration_may_be_json_text() -> None:
+    text = json.dumps({"zero_optimization": {"stage": 3}})
+    for given in (text, base64.urlsafe_b64encode(text.encode()).decode()):
+        assert deepspeed.HfDeepSpeedConfig(given).is_zero3()
 
 
 def test_a_deepspeed_configuration_is_read_by_dotted_names() -> None:

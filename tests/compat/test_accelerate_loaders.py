@@ -326,7 +326,7 @@ def test_what_differs_from_accelerate_is_said_once() -> None:
         "Gradients are clipped once, when their accumulation window is complete",
         "optimizer",
         "The last window of a pass has 2 of 3 micro-batches",
-        "The last 6 of 16 samples do not fill a batch on each of 2 processes",
+        "last samples (6 of 16) do not fill a batch on each of 2 processes",
     ]
     assert even == uneven
     assert others == [[], []]
@@ -349,12 +349,30 @@ def test_a_pass_that_skips_batches_and_windows_of_several_models_are_told_too(ca
         assert ("uses the order of the next epoch" in caplog.text) == told
 
 
-def test_a_stateful_loader_says_that_its_order_is_not_torchdatas(
-    caplog: pytest.LogCaptureFixture,
+#: What Accelerate 1.15.0 gives for 19 samples in batches of 4 after ``set_seed(7)``: a random number drawn between
+#: prepare and the first pass, the first batch and the number drawn after it.
+STATEFUL = {
+    (False, 0): (0.659212, [18, 2, 16, 8], 0.425061),
+    (False, 2): (0.232762, [11, 2, 15, 18], 0.425061),
+    (True, 0): (0.659212, [13, 5, 10, 9], 0.65689),
+    (True, 2): (0.232762, [13, 5, 10, 9], 0.425061),  # Accelerate's first pass has another order: 11, 2, 15, 18
+}
+
+
+@pytest.mark.parametrize(("seedable", "workers"), STATEFUL)
+def test_a_stateful_loader_draws_the_numbers_of_its_first_pass_when_it_is_prepared(
+    seedable: bool, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "paceline")
     pytest.importorskip("torchdata")
-    for shuffle in (False, True):
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
-        accelerator.prepare(DataLoader(range(4), shuffle=shuffle))  # type: ignore[arg-type]
-        assert ("the order of torchdata's sampler instead. Losses differ" in caplog.text) == shuffle
+    set_seed(7)
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=seedable)
+    loader: Any = DataLoader(range(19), 4, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+    between = torch.rand(()).item()
+    found, *_ = [(batch.tolist(), torch.rand(()).item()) for batch in loader]
+    before, batch, after = STATEFUL[seedable, workers]
+    assert (between, found[1]) == pytest.approx((before, after), abs=1e-6)
+    assert found[0] == batch
+    told = "torch's global generator decides that of the first one. Losses differ" in caplog.text
+    assert told == (seedable and workers > 0)

@@ -30,11 +30,9 @@ DIFFERENT = {
     ),
     "an Accelerator calls them itself, with parts that Paceline does not have": (
         "DataLoaderAdapter.adjust_state_dict_for_prefetch DataLoaderShard.adjust_state_dict_for_prefetch "
-        "DeepSpeedPlugin.deepspeed_config_process DeepSpeedPlugin.set_deepspeed_weakref "
-        "DeepSpeedPlugin.set_mixed_precision DeepSpeedPlugin.set_moe_leaf_modules "
         "DistributedDataParallelKwargs.register_comm_hook FullyShardedDataParallelPlugin.set_auto_wrap_policy "
         "FullyShardedDataParallelPlugin.set_cpu_offload FullyShardedDataParallelPlugin.validate_cpu_offload "
-        "FullyShardedDataParallelPlugin.validate_mixed_precision_policy HfDeepSpeedConfig.set_stage_and_offload"
+        "FullyShardedDataParallelPlugin.validate_mixed_precision_policy"
     ),
     "these files always contain the full state": (
         "load_fsdp_model(use_dcp) load_fsdp_optimizer(use_dcp) save_fsdp_model(use_dcp) save_fsdp_optimizer(use_dcp)"

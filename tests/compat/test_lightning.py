@@ -56,6 +56,10 @@ assert len(methods) > 100 and all(isinstance(typing.get_type_hints(method), dict
 assert typing.get_type_hints(L.Callback.on_fit_start)["trainer"] is L.Trainer
 for package in ("lightning", "pytorch-lightning", "pytorch_lightning", "lightning_fabric"):
     assert importlib.metadata.version(package) == names.VERSION == pl.__version__
+found = [(one.metadata["Name"], one.version) for one in importlib.metadata.distributions()]
+replaced = [("lightning", pl.__version__), ("lightning-fabric", pl.__version__), ("pytorch-lightning", pl.__version__)]
+assert sorted(one for one in found if one[0] in dict(replaced)) == replaced, found
+assert len(found) > 20 and importlib.metadata.packages_distributions()["pytorch_lightning"] == ["pytorch-lightning"]
 from lightning.pytorch.utilities.imports import _TORCH_GREATER_EQUAL_2_1, _RICH_AVAILABLE, _SOMETHING_AVAILABLE
 assert _TORCH_GREATER_EQUAL_2_1 is True and _RICH_AVAILABLE is True and _SOMETHING_AVAILABLE is False
 from lightning.pytorch.strategies import XLAStrategy
@@ -168,7 +172,7 @@ with mock.patch("paceline.compat.lightning.texts.suggested_max_num_workers", ret
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             trainer.test(Net(), DataLoader(torch.ones(4, 4)), verbose=False)
-        assert any("test_dataloader has 0 workers" in str(one.message) for one in told), told
+        assert any("test_dataloader has num_workers=0" in str(one.message) for one in told), told
 
 class Nan(Net):
     def training_step(self, batch, batch_idx):
@@ -176,13 +180,13 @@ class Nan(Net):
         return super().training_step(batch, batch_idx)
 
 class Ranks(pl.callbacks.ModelCheckpoint):
-    def _update_best_and_save(self, current, trainer, monitor_candidates):
+    def _save_topk_checkpoint(self, trainer, monitor_candidates):
         pass
 
 try:
     Ranks()
 except MisconfigurationException as error:
-    assert "defines '_update_best_and_save', which Paceline never calls" in str(error), error
+    assert "defines '_save_topk_checkpoint', which Paceline never calls" in str(error), error
 else:
     raise AssertionError("no error")
 kept = pl.callbacks.ModelCheckpoint("kept", monitor="nan")

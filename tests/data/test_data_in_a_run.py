@@ -421,6 +421,28 @@ def test_no_stage_asks_a_loader_for_more_batches_than_its_length(name: str, trai
     assert len([batch for one in predicted for batch in one] if name == "sequential" else predicted) == len(loader)
 
 
+def test_batch_hooks_of_a_step_that_fetches_get_the_batch_that_was_fetched_last(
+    trainer: Callable[..., Trainer],
+) -> None:
+    told: list[tuple[str, Any, int]] = []
+
+    class OfIterator(Seen):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, batch_idx, _ = next(dataloader_iter)
+            told.append(("step", batch.item(), batch_idx))
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            told.append(("start", None if batch is None else batch.item(), batch_idx))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            told.append(("end", batch.item(), batch_idx))
+
+    trainer(max_epochs=1).fit(OfIterator(), DataLoader(range(2)))
+    first = [("start", None, 0), ("step", 0, 0), ("end", 0, 0)]
+    assert told == [*first, ("start", 0, 0), ("step", 1, 1), ("end", 1, 1)]
+
+
 def test_generators_and_workers_of_loaders_that_are_not_read_past_their_length_end(
     trainer: Callable[..., Trainer],
 ) -> None:

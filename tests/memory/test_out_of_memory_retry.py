@@ -36,7 +36,7 @@ def test_b14_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet
     said = str(caught.value)
     assert "train, epoch 0, batch 1, step 0, batch size 8" in said
     assert "Tried to allocate 2.00 GiB." in said
-    assert "weights of 20 bytes, gradients of 20 bytes and optimizer state of 0 bytes" in said
+    assert "weights take 20 bytes, gradients 20 bytes and optimizer state 0 bytes" in said
     assert "(1) batch_size=4 with accumulate_grad_batches=6, which keeps the updates the same (saves up to" in said
     assert "(2) precision='bf16-mixed', which keeps activations in 16 bits (saves up to" in said
     assert "(3) activation checkpointing" in said
@@ -49,7 +49,7 @@ def test_b14_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet
 
 
 def test_a_real_allocation_that_fails_on_the_cpu_is_explained(quiet: dict[str, Any]) -> None:
-    found = r"The cpu device of rank 0 is out of memory \(validate, 2 samples.*\(1\) batch_size=1 \(saves"
+    found = r"The cpu device of rank 0 is out of memory \(validate, batch size 2.*\(1\) batch_size=1 \(saves"
     with pytest.raises(RuntimeError, match=found):
         Trainer(**quiet).validate(Hungry(), tiny_loader())
 
@@ -141,7 +141,7 @@ def test_an_error_that_nothing_of_ours_can_catch_is_answered_when_it_ends_the_pr
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Hungry" not in done.stderr.splitlines()[-1]
-    assert "weights of 20 bytes" in done.stderr.splitlines()[-1]
+    assert "weights take 20 bytes" in done.stderr.splitlines()[-1]
     assert done.stderr.count("Try, in this order") == 1
 
 

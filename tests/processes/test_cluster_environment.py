@@ -115,12 +115,12 @@ def test_the_machine_follows_from_rank_or_from_node_rank() -> None:
         (without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), ("but not MASTER_ADDR, MASTER_PORT,",)),
         (without(TORCHRUN, "LOCAL_RANK"), ("RANK=5", "but not LOCAL_RANK,")),
         (without(TORCHRUN, "LOCAL_WORLD_SIZE"), ("MASTER_ADDR=node0", "export LOCAL_WORLD_SIZE=")),
-        (without(TORCHRUN, RANK="8"), ("rank 8 of world size 8", "RANK, WORLD_SIZE")),
-        (without(TORCHRUN, RANK="-1"), ("rank -1 of world size 8",)),
-        (without(TORCHRUN, LOCAL_RANK="4"), ("local rank 4 of local world size 4",)),
+        (without(TORCHRUN, RANK="8"), ("rank 8 with world size 8", "RANK, WORLD_SIZE")),
+        (without(TORCHRUN, RANK="-1"), ("rank -1 with world size 8",)),
+        (without(TORCHRUN, LOCAL_RANK="4"), ("local rank 4 with local world size 4",)),
         (without(TORCHRUN, GROUP_RANK="2"), ("node rank 2 with node count 2",)),
         (without(TORCHRUN, LOCAL_WORLD_SIZE="9"), ("9 processes on this machine but 8",)),
-        (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), ("local rank 1 of local world size 0",)),
+        (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), ("local rank 1 with local world size 0",)),
         (without(TORCHRUN, WORLD_SIZE="two"), ("WORLD_SIZE='two' is not a whole number",)),
         (without(TORCHRUN, MASTER_PORT="http"), ("MASTER_PORT='http' is not a whole number",)),
         (without(TORCHRUN, MASTER_PORT="70000"), ("MASTER_PORT=70000 is not a valid port",)),
@@ -159,7 +159,9 @@ def test_processes_that_paceline_started_do_not_name_torchrun(environ: dict[str,
 
 def test_a_pod_with_a_wrong_rank_is_told_which_variables_to_look_at() -> None:
     environ = {"KUBERNETES_PORT": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1", "RANK": "3", "WORLD_SIZE": "3"}
-    with pytest.raises(RuntimeError, match=r"Kubeflow says rank 3 of world size 3.*Make RANK and WORLD_SIZE agree"):
+    with pytest.raises(
+        RuntimeError, match=r"Kubeflow specifies rank 3 with world size 3.*Make RANK and WORLD_SIZE agree"
+    ):
         find_cluster(environ)
 
 
@@ -236,7 +238,7 @@ def test_torchrun_under_srun_is_torchrun() -> None:
     ("environ", "match"),
     [
         (without(SRUN, "SLURM_LOCALID"), "but not SLURM_LOCALID,"),
-        (without(SRUN, SLURM_PROCID="5"), "rank 5 of world size 5.*SLURM_PROCID"),
+        (without(SRUN, SLURM_PROCID="5"), "rank 5 with world size 5.*SLURM_PROCID"),
         (without(SRUN, SLURM_TASKS_PER_NODE="2x2"), "SLURM_TASKS_PER_NODE='2x2' does not have the form"),
         (without(SRUN, "SLURM_STEP_NODELIST"), "MASTER_ADDR=<host of rank 0>"),
         (without(SRUN, SLURM_PROCID="?"), "SLURM_PROCID='\\?' is not a whole number"),
@@ -302,7 +304,7 @@ def test_mpi_with_part_of_its_variables_is_an_error(make: Any) -> None:
     *first, last = environ
     with pytest.raises(RuntimeError, match=f"{first[0]}=0.*but not {last},"):
         find_cluster(without(environ, last))
-    with pytest.raises(RuntimeError, match=f"rank 2 of world size 2.*{first[0]}"):
+    with pytest.raises(RuntimeError, match=f"rank 2 with world size 2.*{first[0]}"):
         find_cluster(environ | {first[0]: "2"})
 
 

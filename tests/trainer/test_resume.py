@@ -243,7 +243,7 @@ def test_ckpt_path_last_goes_on_from_the_newest_whole_file(tmp_path: Path):
     train(tmp_path / "run", max_epochs=3)
     newest = tmp_path / "run" / "epoch=2.ckpt"
     newest.write_bytes(newest.read_bytes()[:-200])
-    with pytest.warns(UserWarning, match=r"'last' skipped .*epoch=2\.ckpt.* uses .*epoch=1\.ckpt"):
+    with pytest.warns(UserWarning, match=r"'last' skips .*epoch=2\.ckpt.* uses .*epoch=1\.ckpt"):
         resumed = train(tmp_path / "run", ckpt_path="last", seed=5)
     same_from(2, whole, resumed)
 

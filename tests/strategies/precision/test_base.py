@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -248,13 +249,146 @@ def test_a_method_that_would_not_be_called_is_refused_at_construction() -> None:
     def with_method(name: str, method: Any = lambda self, *_: None) -> Precision:
         return type("Own", (Precision,), {name: method})()
 
-    for name in ("pre_backward", "backward", "post_backward", "train_step_context", "predict_step_context", "connect"):
-        with pytest.raises(TypeError, match=f"Own overrides {name}, which is never called. Override "):
-            Trainer(accelerator="cpu", plugins=[with_method(name)])
-    stepping = with_method("optimizer_step", lambda self, optimizer, model, closure: closure())
-    with pytest.raises(TypeError, match=r"Own.optimizer_step takes a model, .* override the module's optimizer_step"):
-        Trainer(accelerator="cpu", plugins=[stepping])
     with pytest.raises(TypeError, match="Own overrides clip_gradients, which FSDPStrategy never calls"):
         Trainer(strategy=FSDPStrategy(with_method("clip_gradients")), accelerator="cpu")
-    with pytest.raises(ValueError, match="Own overrides 'clip_gradients', which would have to run in the middle"):
-        Trainer(accelerator="cpu", plugins=[with_method("clip_gradients")], compile="step")
+    for name in ("clip_gradients", "backward"):
+        with pytest.raises(ValueError, match=f"Own overrides '{name}', which would have to run in the middle"):
+            Trainer(accelerator="cpu", plugins=[with_method(name)], compile="step")
+
+
+class Told(Precision):
+    """Overrides the methods of a step with the arguments that they have in Lightning, and records the calls."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
+        self.calls.append(f"connect {len(optimizers)}")
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        self.calls.append("pre_backward")
+        return super().pre_backward(2 * tensor, module)
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(f"backward {type(optimizer).__name__}")
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        self.calls.append("post_backward")
+        return super().post_backward(tensor, module)
+
+    def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
+        assert isinstance(model, TrainingModule)
+        self.calls.append("optimizer_step")
+        return super().optimizer_step(optimizer, model=model, closure=closure, **arguments)
+
+    def train_step_context(self) -> Any:
+        return self.noting("train")
+
+    def val_step_context(self) -> Any:
+        return self.noting("val")
+
+    def test_step_context(self) -> Any:
+        return self.noting("test")
+
+    def predict_step_context(self) -> Any:
+        return self.noting("predict")
+
+    @contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        self.calls.append(f"enter {name}")
+        with super().train_step_context():
+            yield
+        self.calls.append(f"exit {name}")
+
+
+class Telling(Weight):
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.calls.append("on_before_backward")
+
+    def on_after_backward(self) -> None:
+        self.calls.append("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.calls.append("on_before_optimizer_step")
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.calls.append("test_step")
+
+
+BACKWARD_CALLS = ["pre_backward", "on_before_backward", "backward SGD", "post_backward", "on_after_backward"]
+ALONE: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+
+def test_the_methods_of_a_step_are_called_with_lightnings_arguments_and_in_its_order() -> None:
+    calls: list[str] = []
+    module = Telling(calls)
+    trainer = Trainer(max_steps=1, plugins=[Told(calls)], **ALONE)
+    trainer.fit(module, BATCHES)
+    step = ["optimizer_step", "enter train", "exit train", *BACKWARD_CALLS, "on_before_optimizer_step"]
+    assert calls == ["connect 1", *step]
+    plain = Weight()
+    Trainer(max_steps=1, **ALONE).fit(plain, BATCHES)
+    assert module.weight.item() - 1 == pytest.approx(2 * (plain.weight.item() - 1))  # pre_backward doubles the loss
+    calls.clear()
+    trainer.test(module, BATCHES[:1], verbose=False)
+    assert calls == ["connect 1", "enter test", "test_step", "exit test"]
+    calls.clear()
+    trainer.validate(module, BATCHES[:1], verbose=False)
+    trainer.predict(module, BATCHES[:1])
+    assert calls == ["connect 1", "enter val", "exit val", "connect 1", "enter predict", "exit predict"]
+
+
+def test_a_window_steps_once_through_the_precision() -> None:
+    calls: list[str] = []
+    Trainer(max_steps=1, accumulate_grad_batches=2, plugins=[Told(calls)], **ALONE).fit(Telling(calls), BATCHES * 2)
+    one = ["enter train", "exit train", *BACKWARD_CALLS]
+    assert calls == ["connect 1", *one, "optimizer_step", *one, "on_before_optimizer_step"]
+
+
+def test_manual_optimization_runs_through_the_precision() -> None:
+    calls: list[str] = []
+
+    class Manual(Telling):
+        def training_step(self, batch: torch.Tensor) -> None:  # type: ignore[override]
+            optimizer = self.optimizers()
+            self.manual_backward(self.weight * batch.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module = Manual(calls)
+    module.automatic_optimization = False
+    Trainer(max_steps=1, plugins=[Told(calls)], **ALONE).fit(module, BATCHES)
+    backward = [call.replace("SGD", "NoneType") for call in BACKWARD_CALLS]
+    step = ["on_before_optimizer_step", "optimizer_step"]
+    assert calls == ["connect 1", "enter train", *backward, *step, "exit train"]
+
+
+def test_connect_must_return_the_same_module() -> None:
+    class Other(Precision):
+        def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
+            return nn.Linear(1, 1), optimizers, lr_schedulers
+
+    with pytest.raises(TypeError, match=r"Other.connect returned another module than it got \(Weight\)"):
+        Trainer(max_steps=1, plugins=[Other()], **ALONE).fit(Weight(), BATCHES)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_rank_steps_through_the_precision(strategy: str) -> None:
+    def run() -> tuple[list[str], float]:
+        calls: list[str] = []
+        module = Telling(calls)
+        trainer = Trainer(max_steps=1, devices=2, strategy=strategy, plugins=[Told(calls)], **ALONE)
+        trainer.fit(module, BATCHES * 2)
+        weight = module.weight
+        return calls, float((weight.full_tensor() if isinstance(weight, DTensor) else weight).detach())
+
+    step = ["optimizer_step", "enter train", "exit train", *BACKWARD_CALLS, "on_before_optimizer_step"]
+    for calls, weight in ranks(2, run):
+        assert calls == ["connect 1", *step]
+        assert weight == pytest.approx(0.8)
