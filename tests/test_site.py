@@ -129,6 +129,34 @@ def test_the_figures_of_the_start_page_are_those_of_the_benchmarks() -> None:
     assert not alone
 
 
+def test_the_page_of_figures_has_the_values_of_the_benchmarks_and_none_is_older_than_the_last_release() -> None:
+    page = (ROOT / "docs" / "figures.md").read_text()
+    rows = [row for part in re.findall(r"(?<=\n\n)\|.*?(?=\n\n)", page, re.S) for row in cells(part)[2:]]
+    assert all(len(row) == 5 and row[2] and row[4] in ("quiet", "busy", "exact") for row in rows)
+    released = re.search(r"^## \d.* \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released
+    assert not [row[0] for row in rows if not re.fullmatch(r"\d{4}-\d\d-\d\d\*?", row[3]) or row[3] < released[1]]
+    measured = (ROOT / "benchmarks" / "README.md").read_text()
+    bare, full = (
+        {row[0]: row[2:4] for row in cells(measured.partition(f"### {title}\n\n")[2])[2:]}
+        for title in (
+            "Everything optional off",
+            "Three logged values, TensorBoard, progress bar, checkpoint (against a loop without any)",
+        )
+    )
+    own = cells(measured.partition("### A loop of one's own")[2].partition("\n\n")[2].partition("\n\n")[2])[2]
+    expected = {
+        "a tiny batch of Trainer over the loop by hand": (bare["paceline"][1], bare["lightning"][1]),
+        "the same with three logged values": (full["paceline"][1], full["lightning"][1]),
+        "a tiny batch of Accelerator over the loop by hand": (own[2], own[3]),
+    }
+    for claim, ratios in expected.items():
+        (value,) = [row[1] for row in rows if row[0].startswith(claim)]
+        assert re.findall(r"([\d.]+) times", value) == [ratio.partition("x")[0] for ratio in ratios], claim
+    (value,) = [row[1] for row in rows if row[0].startswith("a tiny batch of Trainer")]
+    assert f"{float(bare['paceline'][0]):+} us" in value
+
+
 def cells(text: str) -> list[list[str]]:
     """The table that a text begins with, without the marks of code."""
     lines = text.partition("\n\n")[0].splitlines()

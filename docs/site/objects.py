@@ -97,7 +97,7 @@ PAGES: dict[str, Page] = {
     ),
     "accelerator_arguments": Page(
         "Arguments of the Accelerator",
-        "Plugins, handlers and words that configure an :class:`paceline.Accelerator`.",
+        "Plugins, handlers and enums that configure an :class:`paceline.Accelerator`.",
         "own_loop",
         {
             "Plugins": group(
@@ -110,7 +110,7 @@ PAGES: dict[str, Page] = {
                 "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
             )
             + group("paceline.accelerator.kwargs_handlers", "AORecipeKwargs TERecipeKwargs"),
-            "Words": group("paceline", "DDPCommunicationHookType DistributedType DynamoBackend"),
+            "Enums": group("paceline", "DDPCommunicationHookType DistributedType DynamoBackend"),
         },
     ),
     "own_loop": Page(
