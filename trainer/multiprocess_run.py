@@ -126,7 +126,7 @@ def _rest(run: Run, result: Any, child_data: Any) -> bytes:
 
 
 def _state(owner: Any) -> dict[str, Any]:
-    state = owner.__getstate__()
+    state = owner.__getstate__() if hasattr(owner, "__getstate__") else vars(owner)  # Python 3.10's objects have none
     return state if isinstance(state, dict) else {}
 
 
