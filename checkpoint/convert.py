@@ -1,4 +1,4 @@
-"""Convert the contents of a file that was pickled with objects to plain data."""
+"""Convert the contents of a checkpoint file that contains pickled objects, so that only plain data remains."""
 
 from __future__ import annotations
 

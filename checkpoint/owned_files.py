@@ -75,7 +75,8 @@ class RunFiles:
 
         Args:
             path: path of the file.
-            remove: function that deletes files in a CheckpointIO's own format, for which only the folder is checked.
+            remove: function that deletes files in a CheckpointIO's own format. These do not record their run, so only
+                the folder is checked.
         """
         if not storage.is_inside(path, self.folder) or not (remove or self.is_ours(path)):
             return

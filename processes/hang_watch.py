@@ -96,9 +96,10 @@ class Watch:
             )
         if any(sign in text for sign in _GONE):
             return _RankError(
-                f"Rank {self.rank} lost the connection to another rank, which has exited, at {self._here()}. The "
-                "error of the rank that exited first shows the cause. If no rank shows an error, that rank never made "
-                "this call: look for a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                f"Rank {self.rank} lost the connection to another rank, which has exited. Rank {self.rank} was at "
+                f"{self._here()}. The error of the rank that exited first shows the cause. If no rank shows an error, "
+                "the other rank never made this call: look for a call inside `if trainer.is_global_zero` or `if "
+                "accelerator.is_main_process`."
             )
         return None
 

@@ -175,9 +175,9 @@ class DDPStrategy(DistributedStrategy):
     def _release(self, wrapped: Any) -> None:
         """Remove a wrapper's hooks from the parameters, so that its forward no longer communicates.
 
-        After a forward pass without a backward pass, the old reducer still waits for gradients. It would also reduce
-        the next wrapper's gradients until Python frees it. This happens at different times on different ranks, so their
-        collectives would not match.
+        After a forward pass without a backward pass, the old reducer still waits for gradients. Until Python frees the
+        reducer, it would also reduce the next wrapper's gradients. Python frees it at different times on different
+        ranks, so the ranks' collectives would not match.
         """
         self._communicate(False)
         wrapped.require_forward_param_sync = False

@@ -240,8 +240,8 @@ class DistributedStrategy(Strategy):
         if environment is not None and environment.local_rank() != 0:
             raise RuntimeError(
                 f"{type(environment).__name__}.creates_processes_externally is False, so one process must start the "
-                f"others, but this process is not the first: its local_rank() is {environment.local_rank()}. Return "
-                "True if a launcher starts all processes."
+                f"others, but this process is not the first: its local_rank() is {environment.local_rank()}. If a "
+                "launcher starts all processes, make creates_processes_externally return True."
             )
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
         if method == "popen":

@@ -73,9 +73,10 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:
-    """Shard a full tensor with the layout of ``own`` if the two have the same shape, or gather it if ``own`` is plain.
+    """Shard a tensor with the layout of ``own`` if the two have the same shape.
 
-    Other values are returned unchanged, so that ``load_state_dict`` reports them.
+    If ``own`` is plain, a sharded tensor is gathered instead. Other values are returned unchanged, so that
+    ``load_state_dict`` reports them.
     """
     if isinstance(value, DTensor) and isinstance(own, Tensor) and not isinstance(own, DTensor):
         return value.full_tensor()

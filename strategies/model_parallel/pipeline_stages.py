@@ -269,7 +269,7 @@ class StageRun:
 
 
 class StageExit(BaseException):
-    """Raised when a run reaches its stage's exit. It is not an error, so ``except Exception`` must not catch it.
+    """Raised to end a run at a stage's boundary. It is not an error, so ``except Exception`` must not catch it.
 
     Args:
         count: number of leaves in the block's arguments.
