@@ -1,4 +1,4 @@
-"""Convert the contents of a checkpoint file that contains pickled objects, so that only plain data remains."""
+"""Convert a file that contains pickled objects: turn its contents into a checkpoint of plain data."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _File(io.FileIO):
 
 
 class _Stream:
-    """The stream for ``torch.save``. It stores an error instead of raising it, because a later error would mask it."""
+    """The stream for ``torch.save``. It stores an error instead of raising it, so that no later error masks it."""
 
     raw: io.FileIO
 

@@ -106,7 +106,7 @@ class Watch:
     def reports(self) -> dict[int, str] | None:
         """Return each rank's activity and its threads' stack traces; an empty string for a rank that does not respond.
 
-        If several ranks call this at the same time, one rank gets the reports, and then the others get None. All ranks
+        If several ranks call this at the same time, one rank gets the reports and the others get None. All ranks
         get None if the rank that hosted the store has exited.
         """
         number, me = self._reported, str(self.rank)

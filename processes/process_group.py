@@ -1,4 +1,4 @@
-"""The process group, which a process joins in its first run, shares among strategies, and leaves when it exits."""
+"""The process group. A process joins it in its first run and leaves it on exit; all of its strategies share it."""
 
 from __future__ import annotations
 

@@ -225,8 +225,8 @@ class DDPStrategy(DistributedStrategy):
     def left_gradients(self) -> bool:
         """Return True after a backward pass whose loss did not come from a new forward pass of the wrapper.
 
-        The loss may come from a model method other than forward, from a forward pass that was already used, or from one
-        that ran while communication was off. Torch then reduces nothing.
+        The loss may come from a model method other than forward, from a forward pass that an earlier backward pass has
+        used, or from one that ran while communication was off. Torch then reduces nothing.
         """
         wrapped = self._wrapped
         if self._local or self.world_size == 1 or not self._synchronizes:

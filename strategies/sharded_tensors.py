@@ -104,7 +104,7 @@ def without_memory(tensor: Tensor) -> Tensor:
 
 
 def settle(parameters: Iterable[Tensor]) -> None:
-    """Convert each gradient to its parameter's layout, because some layers leave a pending sum across processes."""
+    """Convert each gradient to its parameter's layout. Some layers leave gradients as pending sums across processes."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:

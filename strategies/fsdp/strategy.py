@@ -345,7 +345,7 @@ class FSDPStrategy(DistributedStrategy):
         return {parameter for module in self._ignored for parameter in module.parameters()}
 
     def _give_rank_zeros_values(self, part: nn.Module, later: Collection[Tensor] = ()) -> None:
-        """If an unsharded tensor has values, move it to the device and give every rank rank 0's values.
+        """If an unsharded tensor has values, move it to the device and broadcast its values from rank 0.
 
         Parameters in ``later`` are left out.
         """
@@ -592,7 +592,7 @@ class FSDPStrategy(DistributedStrategy):
 class _Holder(nn.Module):
     """The root module to shard. Its forward runs a step of the user's module, whose class does not change.
 
-    The methods that do nothing here are replaced by ``fully_shard``.
+    ``fully_shard`` replaces those methods that do nothing here.
     """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:

@@ -203,8 +203,8 @@ class MicrobatchSchedule:
         name = self.stages.names[self.stages.range(stage).start]
         return RuntimeError(
             f"Pipeline stage {stage}, which begins with {name}, needs the value of a tensor that an earlier stage "
-            f"computes, but that is not an argument of {name} (such as a skip connection, a weight of another stage, "
-            "or a Python number read from an earlier tensor). Pass the tensor through the blocks' arguments, or use "
+            f"computes, but that is not an argument of {name}. It may be a skip connection, a weight of another stage, "
+            "or a Python number read from an earlier tensor. Pass the tensor through the blocks' arguments, or use "
             "split_points to split the model elsewhere."
         )
 

@@ -154,7 +154,7 @@ class Weights:
             dist.recv(flat, first, group=group)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip the norm across all stages, with each shared weight counted once; return the norm before, shape ()."""
+        """Clip the norm across all stages, counting each shared weight once; return the original norm, shape ()."""
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         sharded_tensors.settle(parameters)
         named = {id(parameter): name for name, parameter in self._named.items()}

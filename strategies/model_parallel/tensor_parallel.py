@@ -106,8 +106,8 @@ class Splitter:
             return
         raise ValueError(
             f"The output of {type(network).__name__} ({name}) changes when its layers are split across "
-            f"tensor_parallel={self.mesh.size()} processes, because an operation between them needs all features at "
-            "once (such as a softmax or a normalization). Pass a plan without this network: plan={'...': 'colwise', "
+            f"tensor_parallel={self.mesh.size()} processes, because an operation between them, such as a softmax or a "
+            "normalization, needs all features at once. Pass a plan without this network: plan={'...': 'colwise', "
             "...}."
         )
 

@@ -284,7 +284,7 @@ class Precision:
 
         Args:
             optimizer: the optimizer.
-            model: the module, which has no effect, or the closure.
+            model: the closure; a module is also accepted and ignored.
             closure: evaluates the loss, or None.
             **arguments: further arguments of ``optimizer.step``.
         """
