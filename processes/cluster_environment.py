@@ -355,7 +355,7 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int:
         return int(environ[name])
     except ValueError:
         raise RuntimeError(
-            f"{name}={environ[name]!r} is not a whole number, so this process cannot tell its rank and the number of "
+            f"{name}={environ[name]!r} is not a whole number, so this process cannot tell its rank or the number of "
             f"processes. Set {name} to a number, or start the script with the launcher that sets it."
         ) from None
 

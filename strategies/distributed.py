@@ -188,7 +188,7 @@ class DistributedStrategy(Strategy):
             return
         messages.info_once(
             f"{type(module).__name__} has batch norms ({len(layers)}) that see only their own process's batch, so the "
-            f"results differ from a run on a single process that sees all {self.num_data_ranks} batches. "
+            f"results differ from those of a single process that sees all {self.num_data_ranks} batches. "
             "Trainer(sync_batchnorm=True) makes the results match, at the cost of two small reductions per layer."
         )
 
@@ -198,7 +198,7 @@ class DistributedStrategy(Strategy):
         if not self.holds_whole_module and quantized_layers(module):
             raise RuntimeError(
                 f"{owner} has quantized bitsandbytes layers, which {type(self).__name__} cannot shard. Use "
-                "strategy='ddp', where each process holds the whole model, or a model without quantized layers."
+                "a model without quantized layers, or strategy='ddp', where each process holds the whole model."
             )
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
         values = [(name, p.detach().to(in_dtype(p.dtype, torch.float64))) for name, p in named if not p.is_meta]

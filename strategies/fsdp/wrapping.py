@@ -32,8 +32,8 @@ def check_ignored(ignored: Iterable[nn.Module] | str | None) -> tuple[nn.Module,
             re.compile(ignored)
         except re.error as error:
             raise ValueError(
-                f"FSDPStrategy: ignored_modules={ignored!r} is not a valid regular expression: {error}. Pass an "
-                "expression that matches full module names, such as 'encoder|.*[.]head', or a list of modules."
+                f"FSDPStrategy: ignored_modules={ignored!r} is not a valid regular expression: {error}. Pass a "
+                "list of modules, or an expression that matches full module names, such as 'encoder|.*[.]head'."
             ) from error
         return ignored
     found = () if isinstance(ignored, nn.Module) or not isinstance(ignored, Iterable) else tuple(ignored)

@@ -18,8 +18,8 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     """Split a batch along the first dimension of its tensors.
 
-    Tensors whose first dimension has a different size than the batch's first tensor are not split; every micro-batch
-    gets the full tensor. Lists with one value per sample (a string, a number) are split like tensors.
+    Tensors whose first dimension has a different size than that of the batch's first tensor are not split; every
+    micro-batch gets them in full. Lists with one value per sample (a string, a number) are split like tensors.
 
     Args:
         batch: tensors in tuples, lists, mappings or dataclasses.
