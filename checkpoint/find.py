@@ -92,8 +92,8 @@ def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location |
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
     """Return readable checkpoints with their manifests, in the order to try them, and why others are unreadable.
 
-    They are ordered by save number, so that a clock that was set back does not matter. Files from other tools have no
-    save number and come last, ordered by time.
+    Checkpoints are ordered by save number, so that a clock that was set back does not matter. Files from other tools
+    have no save number and come last, ordered by time.
     """
     found: list[tuple[tuple[int, int, int], Location, Manifest | None]] = []
     broken: dict[Location, str] = {}

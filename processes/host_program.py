@@ -115,7 +115,7 @@ def find_host() -> Host:
 
 
 def has_file() -> bool:
-    """Return True if ``__main__`` is a file or a module, so that a fresh process can import its definitions."""
+    """Return True if ``__main__`` is a file or a module, whose definitions a fresh process can import."""
     return _facts().has_file
 
 
