@@ -137,7 +137,7 @@ class LoggerTracker(GeneralTracker):
         self._logger = logger
         self._config: dict[str, Any] = {}
         self._settled = True
-        #: Whether this process has recorded something, so that it can no longer continue another run.
+        #: Whether this process has recorded something; if so, it can no longer continue another run.
         self.is_used = False
         if type(self) is LoggerTracker:
             kind = type(logger).__name__

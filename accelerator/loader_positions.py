@@ -127,7 +127,7 @@ class LeftOut(FirstUse):
         before = self._taken[: len(self._taken) - self._at_hand]
         dropped = sum(held() is None for held in before)
         if not dropped and len(before) == self._expected > 1:
-            dropped = len(before)  # the dataset still references them, but a loop that skips takes this many
+            dropped = len(before)  # exactly as many as a skipping loop takes; the dataset may still reference them
         self._tell(dropped, messages.warn, within_pass=self._at_hand > 0)
 
     def over(self, say: Callable[[str], None] = messages.warn) -> None:
@@ -272,7 +272,10 @@ def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run the pass after a completed saved pass; a loop that does not train on it was skipping the saved pass."""
+    """Run the first pass if the saved pass was complete.
+
+    A loop that never trains in this pass has only skipped the saved pass, which is then finished.
+    """
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

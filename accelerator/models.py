@@ -39,7 +39,7 @@ class PreparedModel:
         strategy: the strategy that handles only this model's states, gradients and steps.
         parameters: the module's parameters by name.
         frozen: whether the model was prepared for evaluation only.
-        bound: whether the forward runs through the strategy, which knows all of the model's prepared optimizers.
+        bound: whether the forward runs through the strategy and the strategy knows all of the model's optimizers.
     """
 
     _any_method: AnyMethod | None = None
@@ -80,7 +80,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return the current version of one of the module's parameters, which setup may have replaced, or None."""
+        """Return a parameter of the module, or the one that replaced it in setup; None for any other tensor."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
@@ -134,9 +134,9 @@ class PreparedModel:
             self._routed = self.module.forward = Routed(self.module, train, evaluate, partial(self._explain, self))
 
     def route_method(self, name: str) -> Callable[..., Any]:
-        """Return a method of the module that runs through the wrapper and precision, as its forward does.
+        """Return a function that calls the named method like the module's forward, in the wrapper and precision.
 
-        For example, the gradients of a loss computed in ``module.training_step`` are averaged across processes.
+        For example, if ``module.training_step`` computes the loss, the gradients are averaged across processes.
         """
         method = getattr(self.module, name)
         if not is_prepared(self.module):

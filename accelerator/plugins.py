@@ -91,7 +91,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the project folder, and also the logging folder if it is not set."""
+        """Set the project folder, and use it as the logging folder if none is set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir

@@ -147,7 +147,7 @@ class Prepared:
     def clear(self) -> None:
         """Drop all objects, and restore the original forward of each model that was not prepared for evaluation only.
 
-        The other models stay usable, because some trainers free memory before training and then evaluate with them.
+        The other models stay usable, because some trainers free memory before they train, and evaluate with them later.
         """
         for placement in self.trained:
             restore(placement.module)
@@ -156,7 +156,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, broadcast rank 0's buffers to models in eval mode, because checkpoints contain them."""
+        """When a pass begins, broadcast rank 0's buffers, which checkpoints contain, for models in eval mode."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:
