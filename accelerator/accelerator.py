@@ -223,7 +223,7 @@ class Accelerator(AcceleratorProperties):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of this object, which continues from the same point.
+        """Return the state for a copy of this object; the copy continues from the same point.
 
         Raises:
             TypeError: the run has several processes, or shards its models.
@@ -290,8 +290,8 @@ class Accelerator(AcceleratorProperties):
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context manager in which new layers are created on the run's device and in its dtype.
 
-        Under a sharding strategy, ``load_checkpoint_in_model`` inside this context defers reading weights to
-        ``prepare``, where each process reads only its shard.
+        Under a sharding strategy, ``load_checkpoint_in_model`` does not read weights inside this context; later, in
+        ``prepare``, each process reads only its shard.
 
         Args:
             empty_init: whether to skip initializing weights, because they will be loaded. Under a sharding strategy,

@@ -54,7 +54,7 @@ class GradientState:
         window: the innermost open ``accumulate`` window or, if none is open, the most recent one.
         speaker: the window that last turned gradient synchronization on or off; None if something else did.
         on_pass: function to call with a loader when a pass over it begins.
-        explain: function that takes an error and returns an error that says what to do, or None.
+        explain: function that takes an error, and returns one that says what to do, or None if it cannot help.
         depth: number of open ``accumulate`` blocks.
         by_hand: whether the loop itself decides after which micro-batches to step.
         counted: a loader, and the number of items that the loop has gathered for the loader's last batch; the number
@@ -64,7 +64,7 @@ class GradientState:
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
-        runs_own_backward: whether a warning has been issued that the script does not call ``accelerator.backward``.
+        runs_own_backward: whether a warning has said that the script does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
         observers: doctors that time the loop.
         split_batch: the last ``batch`` whose sequences ``maybe_context_parallel`` split; None if there is none.
@@ -392,10 +392,10 @@ class Window:
     def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
         """Check whether the gradients come from a script that calls ``loss.backward()`` itself.
 
-        This waits for the device if there are any gradients.
+        The check waits for the device if there are any gradients.
 
         Raises:
-            RuntimeError: the script does this inside ``accumulate``, where the optimizer would never step.
+            RuntimeError: the script calls it inside ``accumulate``, where the optimizer would never step.
         """
         state, scaler = self.state, optimizer.strategy.precision.scaler
         counts = state.num_steps > 1 and not self.free

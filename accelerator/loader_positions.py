@@ -1,6 +1,6 @@
 """Loader positions: the current pass over the data, and the first pass after a position is loaded.
 
-A script that skips to the loaded position itself causes a warning unless ``LoadedPosition.by_script`` is set.
+A script that itself skips to the loaded position causes a warning unless ``LoadedPosition.by_script`` is set.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoadedPosition:
         position: a state from :meth:`PreparedLoader.state_dict`.
 
     Attributes:
-        by_script: whether the script skips to the position itself, so that the next pass starts from the beginning.
+        by_script: whether the script itself skips to the position; if so, the next pass starts from the beginning.
         window_start: the batch after which the saved accumulation window began; None if no window was saved.
         arrive: function to call when the script has skipped to the position.
         leave: function to call when the next pass starts before the position; discards the saved window.
@@ -232,7 +232,7 @@ def _tell_other_number(loaded: LoadedPosition, skip: int) -> None:
 
 
 def _led_by_script(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[Any]:
-    """Return the first pass after a position was loaded, for a script that skips to the position itself."""
+    """Return the first pass after a position was loaded, for a script that itself skips to the position."""
     position, skip = loaded.position, loader._skip
     if skip == position["batches"]:
         loaded.arrive()

@@ -32,7 +32,7 @@ class PreparedModel:
     """A prepared model and its strategy.
 
     Args:
-        compiler: returns the function that compiles a module's forward pass, or None.
+        compiler: returns the function that compiles a module's forward pass; None if it is not compiled.
         explain: explains errors in the forward pass.
 
     Attributes:
@@ -358,7 +358,7 @@ def _in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def to_float32(data: Any) -> Any:
-    """Convert 16-bit tensors to float32 in nested lists, tuples, dicts and model outputs."""
+    """In nested lists, tuples, dicts and model outputs, convert 16-bit tensors to float32."""
     if isinstance(data, Tensor):
         return data.float() if data.dtype in _SIXTEEN_BITS else data
     if type(data) in (tuple, list):

@@ -244,7 +244,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     """
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Set ``mixed_precision_policy``; a policy that is already set is replaced only with ``override``.
+        """Set ``mixed_precision_policy``; a policy that is already set is replaced only if ``override`` is True.
 
         Args:
             mixed_precision: ``"bf16"``, ``"fp16"`` or a dtype.

@@ -52,7 +52,7 @@ class Prepared:
         strategy: the Accelerator's strategy; each model gets its own copy.
         gradient_state: tells optimizers and schedulers when to step.
         shards: whether the strategy replaces parameters with shards.
-        compiler: returns the function that compiles a module's forward pass, or None.
+        compiler: returns the function that compiles a module's forward pass; None if it is not compiled.
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
@@ -299,7 +299,7 @@ class Prepared:
     def loader(self, loader: DataLoader[Any], place: bool | None, with_model: bool = False) -> PreparedLoader:
         """Prepare one loader, which then yields this process's batches on the device.
 
-        With ``sp_size``, a loader that is prepared ``with_model`` yields this process's part of each sequence.
+        With ``sp_size``, a loader that is prepared together with a model yields this process's part of each sequence.
         """
         if isinstance(loader, PreparedLoader):
             return loader
