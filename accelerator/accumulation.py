@@ -395,7 +395,7 @@ class Window:
         The check waits for the device if there are any gradients.
 
         Raises:
-            RuntimeError: the script calls it inside ``accumulate``, where the optimizer would never step.
+            RuntimeError: ``loss.backward()`` was called inside ``accumulate``, so the optimizer would never step.
         """
         state, scaler = self.state, optimizer.strategy.precision.scaler
         counts = state.num_steps > 1 and not self.free
