@@ -373,7 +373,7 @@ def is_split(loader: Any) -> bool:
         raise ValueError(
             f"The {type(dataset).__name__} was created before this run's processes started. At that time, it found "
             "only 1 rank, so every rank would read all of its samples. Create it later: in train_dataloader() of the "
-            "module or DataModule, or after the Accelerator."
+            "module or DataModule, or after you create the Accelerator."
         )
     return known is not None and known > 1
 

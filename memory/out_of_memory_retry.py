@@ -178,7 +178,7 @@ class _Search:
                 if self.together.meet():
                     self.together.compare(Outcome(ERROR, f"{type(error).__name__}: {error}"))
                 raise
-            # The frames in its traceback refer to the model and would keep its memory.
+            # The frames in the error's traceback refer to the model and would keep its memory allocated.
             self.error = error.with_traceback(None)
             self.error.__cause__ = self.error.__context__ = None
             kind = OUT_OF_MEMORY if is_out_of_memory(error) else RELEASED

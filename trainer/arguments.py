@@ -100,7 +100,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Check ``val_check_interval``; return batches (int) or epochs (float), and the seconds of a duration or None."""
+    """Check ``val_check_interval``; return batches (int) or epochs (float), and seconds (for a duration) or None."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):

@@ -29,7 +29,7 @@ class HookTable:
 
     ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module. At the
     end of a batch or a validation, callbacks with ``runs_last`` come after the module, so that they save the changes
-    that its hook makes. ``on_train_epoch_end_monitors`` holds the hooks of callbacks that monitor metrics, and
+    that the module's hook makes. ``on_train_epoch_end_monitors`` holds the hooks of callbacks that monitor metrics, and
     ``on_train_epoch_end`` holds all others.
     """
 
@@ -57,7 +57,7 @@ class HookTable:
         monitors = [owner for owner in theirs if owner[0].monitors_metrics]
         self.on_train_epoch_end = tuple(bind([*quiet, *own], "on_train_epoch_end"))
         self.on_train_epoch_end_monitors = tuple(bind(monitors, "on_train_epoch_end"))
-        #: Pairs of a flag and a hook; the flag says whether every node calls the hook or only the first.
+        #: Pairs of a flag and a hook; the flag says whether every node calls the hook or only the first node does.
         self.prepare_data = tuple(
             (owner[0].prepare_data_per_node, hook) for owner in [*data, *own] for hook in bind([owner], "prepare_data")
         )

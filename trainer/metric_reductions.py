@@ -106,7 +106,7 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: RecordOptions) -> bool:
-        """Return True if these options match restored ones; reductions are compared by name, process groups are not."""
+        """Return True if the restored options match these; compares reductions by name, ignores process groups."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 

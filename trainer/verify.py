@@ -159,7 +159,7 @@ def _run(
     if isinstance(recorder, _Compared) and len(recorder.errors) < 2:
         raise RuntimeError(
             f"{strategy!r} ran no optimizer step, so there is nothing to compare. Check that training_step returns a "
-            "loss and that no argument prevents training."
+            "loss, and that no Trainer argument passed to verify switches training off, as limit_train_batches=0 does."
         )
 
 
@@ -216,7 +216,7 @@ def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
     if rest:
         raise ValueError(
             f"verify splits every batch across {count} processes, but the size of one batch is {len(tensor)}. Choose a "
-            f"batch_size divisible by {count}, and drop_last=True."
+            f"batch_size divisible by {count}, and set drop_last=True."
         )
     return tensor[rank * size : (rank + 1) * size]
 
