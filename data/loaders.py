@@ -215,7 +215,7 @@ def _counts_all_ranks(state: Mapping[str, Any] | None) -> bool:
 
 
 def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
-    """Warn if a position in streams was saved with a different number of ranks, so that it is only approximate.
+    """Warn if a position in streams is only approximate, because it was saved with a different number of ranks.
 
     Streams that split themselves by rank give each rank different samples if the number of ranks changes. If several
     workers take turns, the number of ranks also determines the samples per turn, so each worker had read up to a

@@ -47,7 +47,7 @@ class DeviceKind:
         return None
 
     def is_initialized(self) -> bool:
-        """Return True if this process has used such a device, so that its generators have states."""
+        """Return True if this process has used such a device; only then do its generators have states."""
         return False
 
     def initialize(self) -> None:

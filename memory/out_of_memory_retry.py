@@ -211,7 +211,7 @@ class _Search:
     def accumulation(self, size: int) -> str:
         """Return text that explains how an update still uses the same number of samples."""
         steps = self.start // size
-        return f", with {self.accumulate}={steps}, so that an update uses {size * steps}" if self.accumulate else ""
+        return f", with {self.accumulate}={steps}, for {size * steps} samples per update" if self.accumulate else ""
 
     def report(self, last: str) -> None:
         """Print one message with the results of all sizes tried."""

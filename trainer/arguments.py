@@ -281,7 +281,7 @@ class Request:
     """The arguments of one call to an entry point.
 
     Attributes:
-        again: whether the run restarts from one of its own checkpoints, so that its loggers continue.
+        again: whether the run restarts from one of its own checkpoints; if so, its loggers continue.
         trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
     """
 

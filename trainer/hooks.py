@@ -116,7 +116,7 @@ def own_methods(owner: Any, base: type) -> list[str]:
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """Return the hook that ``name`` misspells, or its new name if it was renamed; None for a user's own method."""
+    """Return the hook that ``name`` misspells or is a former name of; None for a user's own method."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")
@@ -127,8 +127,8 @@ def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str |
 def check_signature(owner: Any, name: str, method: Bound, several: bool | None = None) -> None:
     """Raise if the hook does not accept the loop's arguments.
 
-    ``several``: whether there are several loaders, so that the hook gets ``dataloader_idx``; None if that is not known
-    yet.
+    ``several``: whether there are several loaders; if so, the hook gets ``dataloader_idx``. None means that the number
+    of loaders is not known yet.
     """
     wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * bool(several)
     write = f"def {name}({', '.join(['self', *wanted])})"

@@ -112,7 +112,7 @@ class Record:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the epoch's value is reduced across all processes, so that computing it needs all of them."""
+        """Whether the epoch's value is reduced across all processes; if so, all of them must compute it together."""
         return self.options.sync_dist is not False and not self.options.rank_zero_only
 
     def result(self, strategy: Strategy) -> Tensor | float:

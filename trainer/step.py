@@ -72,7 +72,7 @@ class TrainStep(ManualStep):
         optimizer: the fit's only optimizer, or a :class:`.JointOptimizer` that combines all of them.
         share: weight of the epoch's last batch if ranks have different numbers of samples in it.
         sync: tells the strategy whether the next backward averages gradients across ranks; None if every backward does.
-        scales: whether fp16 scales the losses, so that gradients are unscaled before each step.
+        scales: whether fp16 scales the losses; if so, gradients are unscaled before each step.
         clip: clips an optimizer's gradients; None if they are not clipped.
         take: steps an optimizer; returns False if the step was skipped.
         clear: clears an optimizer's gradients.
