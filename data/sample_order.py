@@ -197,7 +197,7 @@ class Order:
         return len(self.sampler)
 
     def reach(self) -> None:
-        """Draw the skipped items now. With workers, do nothing, because they already have their first batches."""
+        """Draw the skipped items now. Does nothing with workers, which already have their first batches by then."""
         if self.start and not self.in_workers:
             next(self.opened)
 

@@ -37,7 +37,7 @@ class Verdict:
     Attributes:
         error: the largest error of any parameter after the last step, relative to training in float64, as a fraction
             of the parameter's largest norm so far.
-        one_process: the same error for one process in the requested precision, which is due to rounding alone.
+        one_process: the same error for one process in the requested precision; rounding is its only cause.
         step: the first step after which a parameter differs, where 0 is the start; None if no parameter differs.
         parameter: the name of the first parameter that differs; empty if none does.
         failure: the error that ended the run, or an empty string.
