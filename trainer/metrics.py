@@ -103,7 +103,7 @@ class MetricStore:
                 for f in RecordOptions._fields
                 if getattr(known.options, f) != getattr(options, f)
             )
-            if not changed:  # in code that torch 2.11 compiles, a named tuple equals no other
+            if not changed:  # in code that torch 2.11 compiles, named tuples are never equal
                 return known
             hooks = " and ".join(dict.fromkeys(hook for hook in (known.hook, self._hook()) if hook))
             raise ValueError(

@@ -241,7 +241,7 @@ class ClosureStep(TrainStep):
         if self.sync is not None:
             self.sync(True)
         evaluated: list[Any] = []
-        # If all ranks skip the same batches, they agree on that in `forward`, so it runs before the optimizer.
+        # If all ranks skip the same batches, they agree on that in `forward`, which must run before the optimizer.
         first = [self.forward(batch, batch_idx)] if self.losses.together else []
         if first and first[0] is None:  # no loss, no step
             return self.skip()
