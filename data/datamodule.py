@@ -33,7 +33,8 @@ class DataModule(HyperparametersMixin):
 
     Attributes:
         trainer: the Trainer that uses this data module; None before a run starts.
-        prepare_data_per_node: whether every node runs :meth:`prepare_data`, or only the first (for a shared disk).
+        prepare_data_per_node: whether every node runs :meth:`prepare_data`, or only the first node does (for a
+            shared disk).
         allow_zero_length_dataloader_with_multiple_devices: whether a process may have no batches at all.
 
     Example:

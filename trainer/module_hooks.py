@@ -22,7 +22,7 @@ class ModuleHooks:
     Each hook runs on every rank after the callbacks' hook of that name, unless its docstring says otherwise.
     """
 
-    #: Whether every node runs :meth:`prepare_data`, or only the first (for a shared disk).
+    #: Whether every node runs :meth:`prepare_data`, or only the first node does (for a shared disk).
     prepare_data_per_node: bool = True
 
     # ---- set up ----------------------------------------------------------------------------------------------------
