@@ -57,7 +57,7 @@ def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable
 
 
 def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Wrap ``_monitor_has_value`` to warn, and not raise, if a fit without validation never logs the metric.
+    """Wrap ``_monitor_has_value`` to only warn if a fit without validation never logs the metric.
 
     With ``fast_dev_run``, nothing is reported.
     """
