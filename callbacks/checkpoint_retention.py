@@ -514,7 +514,7 @@ class CheckpointKeeper(Checkpoint):
     def _unused(
         self, trainer: Trainer, values: Mapping[str, Tensor], template: str | None, replaces: Collection[str] = ()
     ) -> str:
-        """Return a path for a new file. It does not exist yet, unless it is one of the replaced files."""
+        """Return a path for a new file. No file exists there yet, unless it is one of the replaced files."""
         path = self.format_checkpoint_name(values, template)
         if self.enable_version_counter:
             versions = (self.format_checkpoint_name(values, template, ver) for ver in count(self.STARTING_VERSION))

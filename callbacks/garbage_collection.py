@@ -142,7 +142,7 @@ class GarbageCollection(Callback):
 
 
 def _long_lived() -> int:
-    """Return the number of objects that a full collection would scan; exact only right after one."""
+    """Return the number of objects that a full collection would scan; exact only right after a full collection."""
     return len(gc.get_objects(generation=2))
 
 

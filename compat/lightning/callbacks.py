@@ -45,7 +45,7 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap ModelCheckpoint's ``state_dict`` to contain absolute paths and their folder."""
+    """Wrap ModelCheckpoint's ``state_dict`` to return absolute paths and their folder."""
 
     def collect(callback: Any) -> dict[str, Any]:
         state = state_dict(callback) | {"dirpath": callback.dirpath}
@@ -71,7 +71,7 @@ def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callabl
             if trainer.enable_validation:
                 raise
             messages.warn_once(
-                f"{error} No checkpoint is ranked by it, so there is no best checkpoint.",
+                f"{error} Checkpoints are not ranked, so there is no best checkpoint.",
                 key=f"ModelCheckpoint {callback.monitor}",
             )
             return False
