@@ -255,6 +255,11 @@ def _normal(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
+def _name(distribution: importlib.metadata.Distribution) -> str:
+    """Return the normal form of a distribution's name, without reading its metadata if its folder has the name."""
+    return _normal(getattr(distribution, "_normalized_name", None) or distribution.metadata["Name"] or "")
+
+
 def _looks_in_folders(context: Any) -> bool:
     """Return True if ``importlib.metadata`` searches folders that the caller passed, instead of ``sys.path``."""
     return context is not None and "path" in vars(context)
@@ -270,7 +275,7 @@ def _hide_installed(package: Package) -> None:
         name = getattr(context, "name", None)
         if _looks_in_folders(context) or (name is not None and _normal(name) not in replaced):
             return found
-        return (one for one in found if _normal(one.metadata["Name"] or "") not in replaced)
+        return (one for one in found if _name(one) not in replaced)
 
     finder.find_distributions = staticmethod(find_others)
 
