@@ -162,7 +162,7 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def ignored(where: str, why: str, unless: Any = None, **given: Any) -> None:
-    """Report once that arguments have no effect. If ignoring one would change results, raise an error instead.
+    """Report once that arguments have no effect. For arguments that would change results, callers raise instead.
 
     Args:
         where: what the arguments were passed to, such as ``"Accelerator"``.

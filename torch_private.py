@@ -124,8 +124,8 @@ APPLY = "_apply"
 #: The method that runs when an uncompiled module is called: hooks and ``forward``.
 plain_call: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 
-#: The attribute, set by ``module.compile()``, that a module calls instead if it is not None. If torch removes this
-#: attribute, reading it raises AttributeError, and a value set there is never called.
+#: The attribute, set by ``module.compile()``, that a module calls instead of :data:`plain_call` if it is not None. If
+#: torch removes this attribute, reading it raises AttributeError, and a value set there is never called.
 COMPILED_CALL = "_compiled_call_impl"
 
 
@@ -351,9 +351,9 @@ def finish_backward(state: Any) -> None:
 
 
 def after_backward(root: nn.Module, then: Callable[[], None] | None) -> None:
-    """Call ``then`` at the end of each backward pass through the modules inside ``root`` that FSDP shards.
+    """Call ``then`` at the end of each backward pass through those modules in ``root`` that FSDP shards.
 
-    FSDP has reduced its own gradients by then. None removes the function that was set before.
+    By that time, FSDP has reduced its own gradients. None removes the function that was set before.
     """
     from torch.distributed.fsdp import FSDPModule
 

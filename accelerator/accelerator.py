@@ -1,4 +1,4 @@
-"""``Accelerator``, which runs a plain PyTorch training loop on any number of devices with three lines changed."""
+"""``Accelerator``: with three changed lines, a plain PyTorch training loop runs on any number of devices."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ class Accelerator(AcceleratorProperties):
             profiler.
         dynamo_backend: backend to compile models with.
         dynamo_plugin: the backend and other compilation settings.
-        parallelism_config: sizes of the dimensions along which layers and sequences are split and parameters
+        parallelism_config: sizes of the dimensions along which layers and sequences are split, and parameters are
             sharded and replicated.
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
             ``"per_sample"``: one step per data-parallel process, for a schedule whose length was computed for a single
-            process. ``"per_sample"`` also means one step with ``split_batches=True``, where an epoch has the same
-            number of batches as on a single process, and with ``step_scheduler_with_optimizer=False``.
+            process. With ``split_batches=True``, where an epoch has the same number of batches as on a single process,
+            and with ``step_scheduler_with_optimizer=False``, ``"per_sample"`` means one step too.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
             keeps its accuracy; ``"keep"`` leaves them unchanged.
     """
@@ -223,7 +223,7 @@ class Accelerator(AcceleratorProperties):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of this object, which continues from the same point.
+        """Return the state for a copy of this object; the copy continues from the same point.
 
         Raises:
             TypeError: the run has several processes, or shards its models.
@@ -266,8 +266,9 @@ class Accelerator(AcceleratorProperties):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order; anything else is returned unchanged.
 
-        A model is returned as the same object, ready to train on this run's devices. Several calls have the same effect
-        as a single one. Under FSDP and DeepSpeed, prepare a model before its optimizer, or both in the same call.
+        A model is returned as the same object, ready to train on this run's devices. Preparing objects in several calls
+        has the same effect as in a single call. Under FSDP and DeepSpeed, prepare a model before its optimizer, or
+        both in the same call.
 
         Args:
             *objects: the objects to prepare.
@@ -289,12 +290,12 @@ class Accelerator(AcceleratorProperties):
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context manager in which new layers are created on the run's device and in its dtype.
 
-        Under a sharding strategy, ``load_checkpoint_in_model`` inside this context defers reading weights to
-        ``prepare``, where each process reads only its shard.
+        Under a sharding strategy, ``load_checkpoint_in_model`` does not read weights inside this context; later, in
+        ``prepare``, each process reads only its shard.
 
         Args:
-            empty_init: whether to skip weight initialization, because weights will be loaded. Under a sharding
-                strategy, layers are then created without allocating memory.
+            empty_init: whether to skip initializing weights, because they will be loaded. Under a sharding strategy,
+                layers are then created without allocating memory.
         """
         return self.strategy.module_init_context(empty_init)
 
@@ -306,7 +307,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: the model.
             device_placement: whether to move the model to the device; None uses the Accelerator's setting.
-            evaluation_mode: whether the model is used only for evaluation, so that nothing is kept for gradients.
+            evaluation_mode: whether the model is used only for evaluation; if so, nothing is kept for gradients.
         """
         return self.prepared.model(model, device_placement, evaluation_mode)
 
@@ -345,8 +346,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             loss: scalar, shape ().
-            num_items: number of items (tokens, boxes) that the loss averages over. A window's gradient is then the
-                mean over all items on all ranks. If None, all micro-batches have the same weight.
+            num_items: number of items (tokens, boxes) that the loss averages over. If given, a window's gradient is
+                the mean over all items on all ranks. If None, all micro-batches have the same weight.
             **kwargs: passed to ``loss.backward``.
         """
         gradients = self.gradients
@@ -435,10 +436,10 @@ class Accelerator(AcceleratorProperties):
         """Gather a batch's results from all processes, without the results of repeated samples.
 
         Rows that repeat samples of other processes are removed from tensors that have one row per sample. Tensors of
-        shape () are left out if they come from a process that has only repeated samples, as in the last round of a pass
-        with fewer samples than processes. All other values are gathered in full. If ``maybe_context_parallel`` has
-        split the batch, each process has the results of one part of each sequence, and the results of all parts are
-        concatenated along the first dimension.
+        shape () are left out if they come from a process that has only repeated samples, which can happen if fewer
+        samples than processes are left in the last round of a pass. All other values are gathered in full. If
+        ``maybe_context_parallel`` has split the batch, each process has the results of one part of each sequence, and
+        the results of all parts are concatenated along the first dimension.
 
         Args:
             input_data: tensors, possibly in nested lists, tuples and dicts, or any objects.
@@ -464,7 +465,7 @@ class Accelerator(AcceleratorProperties):
         return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Drop all prepared objects and free memory. Assign the result, one None per object, to your variables.
+        """Drop all prepared objects and free memory. The result has one None per object; assign it to your variables.
 
         Models that were prepared with ``evaluation_mode=True`` can still be used.
         """
@@ -481,12 +482,12 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Context manager that splits sequences with ``ParallelismConfig(cp_size=...)``; has no effect without it.
+        """Context manager that splits sequences if ``ParallelismConfig(cp_size=...)`` is set; otherwise, does nothing.
 
         Inside it, process r of n holds the r-th of n consecutive parts of each sequence. Attention
         (``scaled_dot_product_attention``) covers all parts. Run the forward pass, the loss and ``accelerator.backward``
         inside it. Labels must already be shifted. If the parts differ in the number of tokens that the loss counts,
-        pass that number to ``backward(num_items=...)``; otherwise, all parts have the same weight.
+        pass that number to ``backward(num_items=...)``; without it, all parts have the same weight.
 
         Args:
             buffers: the tensors that contain sequences: tokens, positions and labels. They change in place.
@@ -499,7 +500,7 @@ class Accelerator(AcceleratorProperties):
         return self.strategy.split_sequences(tensors, dims, unrestored)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Raise an error: LOMO updates weights in backward, where windows, clipping and loss scaling cannot work."""
+        """Raise an error: LOMO updates weights during backward, so windows, clipping and loss scaling cannot work."""
         raise NotImplementedError(
             "accelerator.lomo_backward is not supported, because Paceline has no LOMO optimizers. Use "
             "accelerator.backward(loss) with any optimizer from torch.optim."

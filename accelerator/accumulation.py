@@ -1,4 +1,4 @@
-"""Accumulation windows, which decide when a user's loop synchronizes, weights and applies gradients."""
+"""Accumulation windows, which decide when the gradients of a user's loop are synchronized, weighted and applied."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class GradientState:
             needs more communication.
 
     Attributes:
-        sync_gradients: whether this micro-batch completes the window, so that optimizers step.
+        sync_gradients: whether this micro-batch completes the window; if so, optimizers step.
         active_dataloader: the loader of the current batch; None if no loader is being read.
         window: the innermost open ``accumulate`` window or, if none is open, the most recent one.
         speaker: the window that last turned gradient synchronization on or off; None if something else did.
         on_pass: function to call with a loader when a pass over it begins.
-        explain: function that takes an error and returns an error that says what to do, or None.
+        explain: function that takes an error, and returns one that says what to do, or None if it cannot help.
         depth: number of open ``accumulate`` blocks.
         by_hand: whether the loop itself decides after which micro-batches to step.
-        counted: the loader for whose last batch the loop has gathered the number of items, and that number, which
+        counted: a loader, and the number of items that the loop has gathered for the loader's last batch; the number
             becomes None once it has been used.
         dataloader_references: loaders that are being read, innermost last.
         trains: whether an optimizer has been prepared.
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
-        runs_own_backward: whether a warning has been issued that the script does not call ``accelerator.backward``.
+        runs_own_backward: whether a warning has said that the script does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
         observers: doctors that time the loop.
         split_batch: the last ``batch`` whose sequences ``maybe_context_parallel`` split; None if there is none.
@@ -164,13 +164,13 @@ class GradientState:
         """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.
 
         Once such a loop has fetched a loader's last batch, that batch completes the window. Its loss is weighted here,
-        unless the loop has gathered the number of items and weights the loss itself.
+        unless the loop has gathered the number of items to weight the loss itself.
         """
         self.sync_gradients, self.by_hand = sync_gradients, True
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the loop itself weights the loss: it has gathered the number of items, or fetched more batches."""
+        """Whether the loop itself weights the loss: it has gathered the number of items, or fetched later batches."""
         return self.by_hand and (self.counted is not None or not self.sync_gradients)
 
     @property
@@ -392,10 +392,10 @@ class Window:
     def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
         """Check whether the gradients come from a script that calls ``loss.backward()`` itself.
 
-        This waits for the device if there are any gradients.
+        The check waits for the device if there are any gradients.
 
         Raises:
-            RuntimeError: the script does this inside ``accumulate``, where the optimizer would never step.
+            RuntimeError: ``loss.backward()`` was called inside ``accumulate``, so the optimizer would never step.
         """
         state, scaler = self.state, optimizer.strategy.precision.scaler
         counts = state.num_steps > 1 and not self.free

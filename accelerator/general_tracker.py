@@ -42,13 +42,13 @@ def on_main_process(function: F) -> F:
 class GeneralTracker:
     """Base class for your own tracker. Pass the class or an instance as ``log_with``.
 
-    A class is called with the project's name, the logging directory if it ``requires_logging_directory``, and its
+    A class is called with the project's name, the logging directory if ``requires_logging_directory`` is True, and its
     ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined the process
     group yet.
 
     Attributes:
         name: the tracker's name in ``get_tracker``, ``init_kwargs`` and ``log_kwargs``.
-        requires_logging_directory: whether the tracker writes files, so that ``project_dir`` is required.
+        requires_logging_directory: whether the tracker writes files; if so, ``project_dir`` is required.
         main_process_only: whether the tracker is created and called only on the main process.
         tracker: the object that the tracker wraps, such as wandb's run; usually a property.
     """
@@ -137,7 +137,7 @@ class LoggerTracker(GeneralTracker):
         self._logger = logger
         self._config: dict[str, Any] = {}
         self._settled = True
-        #: Whether this process has recorded something, so that it can no longer continue another run.
+        #: Whether this process has recorded something; if so, it can no longer continue another run.
         self.is_used = False
         if type(self) is LoggerTracker:
             kind = type(logger).__name__

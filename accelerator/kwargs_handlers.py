@@ -228,7 +228,7 @@ class ProfileKwargs(KwargsHandler):
 
     @contextmanager
     def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
-        """Context manager that yields the running profiler; with a schedule, call its ``step()`` after each batch.
+        """Context manager that yields the running profiler; if it has a schedule, call its ``step()`` after each batch.
 
         With ``output_trace_dir``, every process writes ``profile_<rank>.json`` there (repeated schedules also write
         ``profile_<rank>_1.json``, ...), and all processes wait until the traces are written.
@@ -279,7 +279,7 @@ class AORecipeKwargs(KwargsHandler):
         config: a ``torchao.float8.Float8LinearConfig``; None scales whole tensors.
         module_filter_func: function that takes a linear layer and its name, and returns True to convert the layer; None
             converts every layer whose sizes are multiples of 16, except the model's first and last linear layers.
-        pad_inner_dim: whether to pad tensors whose sizes the GPU cannot multiply in 8 bits; only without ``config``.
+        pad_inner_dim: whether to pad tensors whose sizes do not allow 8-bit products; only without ``config``.
         enable_fsdp_float8_all_gather: whether FSDP gathers the converted weights in 8 bits; only without ``config``.
     """
 
@@ -311,9 +311,9 @@ class TERecipeKwargs(KwargsHandler):
         use_autocast_during_eval: whether forward passes without gradients multiply in 8 bits too.
         margin: margin of the scales, as a power of 2.
         interval: number of steps between two updates of the scales; only 1 in TransformerEngine 1.12 and newer.
-        fp8_format: ``"HYBRID"``, or ``"E4M3"`` for gradients too.
+        fp8_format: ``"HYBRID"`` (E5M2 for gradients, E4M3 for everything else) or ``"E4M3"`` (for everything).
         amax_history_len: number of steps whose largest values determine a scale.
-        amax_compute_algo: ``"most_recent"``, or ``"max"`` of the history.
+        amax_compute_algo: which of these values determines the scale: ``"most_recent"`` or ``"max"``.
         override_linear_precision: which products of a linear layer (forward, gradients of inputs, gradients of weights)
             are not computed in 8 bits; not available in TransformerEngine 1.12 and newer.
         use_mxfp8_block_scaling: not supported.

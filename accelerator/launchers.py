@@ -68,9 +68,8 @@ def notebook_launcher(
     _refuse_used(kind, count)
     if is_initialized():
         messages.warn_once(
-            "An Accelerator was created before notebook_launcher was called, so it uses a single process. Create a "
-            "new Accelerator inside the launched function, and do not use objects there that the first one "
-            "prepared."
+            "An Accelerator was created before notebook_launcher was called, so it uses a single process. Inside the "
+            "launched function, create a new Accelerator, and do not use objects that the first one prepared."
         )
     return _start(function, args, count, kind, variables, place)
 

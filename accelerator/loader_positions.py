@@ -1,6 +1,6 @@
 """Loader positions: the current pass over the data, and the first pass after a position is loaded.
 
-A script that skips to the loaded position itself causes a warning unless ``LoadedPosition.by_script`` is set.
+A script that itself skips to the loaded position causes a warning unless ``LoadedPosition.by_script`` is set.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoadedPosition:
         position: a state from :meth:`PreparedLoader.state_dict`.
 
     Attributes:
-        by_script: whether the script skips to the position itself, so that the next pass starts from the beginning.
+        by_script: whether the script itself skips to the position; if so, the next pass starts from the beginning.
         window_start: the batch after which the saved accumulation window began; None if no window was saved.
         arrive: function to call when the script has skipped to the position.
         leave: function to call when the next pass starts before the position; discards the saved window.
@@ -127,7 +127,7 @@ class LeftOut(FirstUse):
         before = self._taken[: len(self._taken) - self._at_hand]
         dropped = sum(held() is None for held in before)
         if not dropped and len(before) == self._expected > 1:
-            dropped = len(before)  # the dataset still references them, but a loop that skips takes this many
+            dropped = len(before)  # exactly as many as a skipping loop takes; the dataset may still reference them
         self._tell(dropped, messages.warn, within_pass=self._at_hand > 0)
 
     def over(self, say: Callable[[str], None] = messages.warn) -> None:
@@ -232,7 +232,7 @@ def _tell_other_number(loaded: LoadedPosition, skip: int) -> None:
 
 
 def _led_by_script(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[Any]:
-    """Return the first pass after a position was loaded, for a script that skips to the position itself."""
+    """Return the first pass after a position was loaded, for a script that itself skips to the position."""
     position, skip = loaded.position, loader._skip
     if skip == position["batches"]:
         loaded.arrive()
@@ -272,7 +272,10 @@ def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run the pass after a completed saved pass; a loop that does not train on it was skipping the saved pass."""
+    """Run the first pass if the saved pass was complete.
+
+    A loop that never trains in this pass has only skipped the saved pass, which is then finished.
+    """
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:
         for batch in batches:

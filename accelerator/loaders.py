@@ -382,7 +382,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Index of the current pass over the data, or of the next one between passes."""
+        """Index of the current pass over the data or, between passes, of the next one."""
         current = self._place.current
         return self._place.epoch if current is None else current.epoch
 

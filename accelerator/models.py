@@ -32,14 +32,14 @@ class PreparedModel:
     """A prepared model and its strategy.
 
     Args:
-        compiler: returns the function that compiles a module's forward pass, or None.
+        compiler: returns the function that compiles a module's forward pass; None if it is not compiled.
         explain: explains errors in the forward pass.
 
     Attributes:
         strategy: the strategy that handles only this model's states, gradients and steps.
         parameters: the module's parameters by name.
         frozen: whether the model was prepared for evaluation only.
-        bound: whether the forward runs through the strategy, which knows all of the model's prepared optimizers.
+        bound: whether the forward runs through the strategy and the strategy knows all of the model's optimizers.
     """
 
     _any_method: AnyMethod | None = None
@@ -80,7 +80,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return the current version of one of the module's parameters, which setup may have replaced, or None."""
+        """Return a parameter of the module, or the one that replaced it in setup; None for any other tensor."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
@@ -134,9 +134,9 @@ class PreparedModel:
             self._routed = self.module.forward = Routed(self.module, train, evaluate, partial(self._explain, self))
 
     def route_method(self, name: str) -> Callable[..., Any]:
-        """Return a method of the module that runs through the wrapper and precision, as its forward does.
+        """Return a function that calls the named method like the module's forward, in the wrapper and precision.
 
-        For example, the gradients of a loss computed in ``module.training_step`` are averaged across processes.
+        For example, if ``module.training_step`` computes the loss, the gradients are averaged across processes.
         """
         method = getattr(self.module, name)
         if not is_prepared(self.module):
@@ -358,7 +358,7 @@ def _in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def to_float32(data: Any) -> Any:
-    """Convert 16-bit tensors to float32 in nested lists, tuples, dicts and model outputs."""
+    """In nested lists, tuples, dicts and model outputs, convert 16-bit tensors to float32."""
     if isinstance(data, Tensor):
         return data.float() if data.dtype in _SIXTEEN_BITS else data
     if type(data) in (tuple, list):

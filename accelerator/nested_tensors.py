@@ -154,7 +154,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Repeat the last row of tensors with ``batch_size`` rows until ``num_processes`` divides the number of rows."""
+    """In tensors with ``batch_size`` rows, repeat the last row until ``num_processes`` divides the number of rows."""
     missing = -batch_size % num_processes
 
     def pad(value: Tensor) -> Tensor:

@@ -234,7 +234,7 @@ def _refuse_scaler(accelerating: bool) -> None:
     The scaler reads nothing else from an optimizer, so only the calling file shows that the scaler is the caller.
 
     Args:
-        accelerating: whether gradients are accumulated or scaled, so that a second scaler would corrupt them.
+        accelerating: whether gradients are accumulated or scaled; if so, a second scaler would corrupt them.
     """
     if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(

@@ -39,8 +39,8 @@ class TorchContextParallelConfig:
     """Settings for context parallelism.
 
     Args:
-        cp_comm_strategy: how attention gets the keys and values of other processes: ``"allgather"`` (the default)
-            gathers them at once, and so does ``"alltoall"``.
+        cp_comm_strategy: how attention gets the keys and values of other processes. ``"allgather"`` (the default)
+            gathers all of them in one step; ``"alltoall"`` does the same.
     """
 
     cp_comm_strategy: Literal["allgather", "alltoall"] | str | None = None
@@ -50,7 +50,7 @@ class TorchContextParallelConfig:
             raise ValueError(messages.unknown("cp_comm_strategy", self.cp_comm_strategy, _COMM))
         messages.ignored(
             type(self).__name__,
-            "keys and values are always gathered at once",
+            "keys and values are always gathered in one step",
             cp_comm_strategy="alltoall" if self.cp_comm_strategy == "alltoall" else None,
         )
 
@@ -245,7 +245,7 @@ class ParallelismConfig:
             if self.cp_handler is not None and self.cp_handler.cp_comm_strategy == "alltoall":
                 messages.info_once(
                     "TorchContextParallelConfig(cp_comm_strategy='alltoall') does the same as 'allgather': attention "
-                    "gathers the keys and values of all processes at once. The results are the same."
+                    "gathers the keys and values of all processes in one step. The results are the same."
                 )
         if self.tp_enabled and self.tp_handler is not None:
             found["plan"] = self.tp_handler.plan

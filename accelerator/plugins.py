@@ -91,7 +91,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the project folder, and also the logging folder if it is not set."""
+        """Set the project folder, and use it as the logging folder if none is set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
@@ -244,7 +244,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     """
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Set ``mixed_precision_policy``; a policy that is already set is replaced only with ``override``.
+        """Set ``mixed_precision_policy``; a policy that is already set is replaced only if ``override`` is True.
 
         Args:
             mixed_precision: ``"bf16"``, ``"fp16"`` or a dtype.

@@ -52,7 +52,7 @@ class Prepared:
         strategy: the Accelerator's strategy; each model gets its own copy.
         gradient_state: tells optimizers and schedulers when to step.
         shards: whether the strategy replaces parameters with shards.
-        compiler: returns the function that compiles a module's forward pass, or None.
+        compiler: returns the function that compiles a module's forward pass; None if it is not compiled.
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
@@ -147,7 +147,7 @@ class Prepared:
     def clear(self) -> None:
         """Drop all objects, and restore the original forward of each model that was not prepared for evaluation only.
 
-        The other models stay usable, because some trainers free memory before training and then evaluate with them.
+        The other models stay usable, because some trainers free memory before they train, and evaluate with them later.
         """
         for placement in self.trained:
             restore(placement.module)
@@ -156,7 +156,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, broadcast rank 0's buffers to models in eval mode, because checkpoints contain them."""
+        """When a pass begins, broadcast rank 0's buffers, which checkpoints contain, for models in eval mode."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:
@@ -299,7 +299,7 @@ class Prepared:
     def loader(self, loader: DataLoader[Any], place: bool | None, with_model: bool = False) -> PreparedLoader:
         """Prepare one loader, which then yields this process's batches on the device.
 
-        With ``sp_size``, a loader that is prepared ``with_model`` yields this process's part of each sequence.
+        With ``sp_size``, a loader that is prepared together with a model yields this process's part of each sequence.
         """
         if isinstance(loader, PreparedLoader):
             return loader

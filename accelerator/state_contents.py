@@ -182,7 +182,7 @@ class Restored:
     """Compares a loaded state with the prepared objects, and restores them.
 
     Args:
-        models: models whose weights to load; hooks may have loaded the weights of other models.
+        models: models whose weights are to be loaded; hooks may have loaded the weights of other models.
         newer: name of a later state of the same run, or None.
 
     Attributes:
@@ -335,7 +335,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore micro-batches that wait for a step, now or once the script has skipped to the loaded position."""
+        """Restore, now or once the script has skipped to the loaded position, micro-batches that wait for a step."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
@@ -388,7 +388,7 @@ def _tell_position(index: int, loaded: LoadedPosition) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """Wrap a loading function to return None, so that weights known to be missing are not reported."""
+    """Wrap a loading function and discard its result, so that weights known to be missing are not reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

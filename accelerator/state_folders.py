@@ -256,7 +256,7 @@ class HookFiles:
         self.path = self._room / "new" / (folder.name or "state")
 
     def written_by(self, write: Callable[[str], None]) -> None:
-        """On every rank, call ``write``, which runs the hooks, with the folder for their files."""
+        """On every rank, run the hooks: call ``write`` with the folder for their files."""
         strategy = self.strategy
         try:
             together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))

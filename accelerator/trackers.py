@@ -260,7 +260,7 @@ class Trackers(list[GeneralTracker]):
         return {name: state for name, one in found.items() if (state := one.logger.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any], newer: object = None) -> None:
-        """Continue the checkpoint's runs; drop values recorded after it, because they will be recorded again.
+        """Continue the checkpoint's runs, and drop values recorded after the checkpoint: they will be recorded again.
 
         If ``init_trackers`` has not been called yet, the states are kept until it is. A tracker that has already
         recorded something in this process is not changed.

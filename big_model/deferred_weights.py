@@ -34,8 +34,8 @@ class Note(NamedTuple):
     Attributes:
         file: the weight file.
         name: the tensor's name in the file.
-        dtype: dtype to convert floating-point values to when they are read. They are then converted to the dtype that
-            the parameter has at that time. None skips the first conversion.
+        dtype: dtype that floating-point values are first converted to when they are read; None skips this conversion.
+            In either case, they are then converted to the dtype that the parameter has at that time.
     """
 
     file: Path
@@ -131,7 +131,7 @@ def _lost(name: str, what: str) -> str:
     return (
         f"{name} was loaded from a file and then {what}, but it has no memory yet. Under a strategy that shards, the "
         "file is read after configure_model, so the change would be lost. Change it before load_checkpoint_in_model, "
-        "or create the model without init_empty_weights; each process then temporarily holds the full model."
+        "or create the model without init_empty_weights, in which case each process temporarily holds the full model."
     )
 
 

@@ -276,7 +276,7 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the named parts that are each fetched as a unit: :func:`smallest_parts`, or smaller ones as in the map."""
+    """Return the named parts that are each fetched as a unit: :func:`smallest_parts`, split if the map splits them."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]

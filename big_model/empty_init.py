@@ -17,7 +17,7 @@ from ..torch_private import own_buffers, own_parameters
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Context manager in which new parameters are on the meta device, so that creating them takes no memory or time.
+    """Context manager in which new parameters are on the meta device; creating them takes no memory or time.
 
     Args:
         include_buffers: whether to create buffers on the meta device too; None uses the environment variable

@@ -44,7 +44,7 @@ class ModelHook:
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Called instead of :meth:`post_forward` if ``forward`` raises, but not if :meth:`pre_forward` raised."""
+        """Called instead of :meth:`post_forward` if ``forward`` fails; not called if :meth:`pre_forward` fails."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is removed; cleans up and returns the module."""

@@ -72,7 +72,7 @@ class DevicePlan:
 
     @property
     def offloaded(self) -> list[str]:
-        """Names in the map whose parts are offloaded, because they run on another device."""
+        """Names in the map whose parts are offloaded: they run on a device other than the one that stores them."""
         return [name for name, device in self.device_map.items() if is_offloaded(device, self.main_device)]
 
     def __str__(self) -> str:
@@ -385,7 +385,7 @@ def _smallest(item: _Item, atoms: set[int]) -> list[_Item]:
 def _balanced(
     model: nn.Module, sizes: Sizes, atoms: set[int], limits: dict[Device, float], low_zero: bool
 ) -> dict[Device, float]:
-    """Lower the limits of all accelerators except the last to an even share plus one part."""
+    """Lower the limit of each accelerator, except the last one, to an even share plus one part."""
     several = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit]
     if len(several) < 2:
         return limits

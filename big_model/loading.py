@@ -116,7 +116,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _tell_reading(where: str, offload_state_dict: bool | None, full_state_dict: bool, broadcast: bool) -> None:
-    """Report once that the arguments do not change how the files are read."""
+    """Report once that these arguments do not change how the files are read."""
     messages.ignored(
         where,
         "each process reads its own weights from the files, one chunk at a time",
@@ -254,7 +254,7 @@ class _Filler:
         device = self._device(name, own)
         if device == "disk":
             if value.numel() and value.data_ptr() in self._mapped:
-                value = dict(mapped_tensors(file))[name]  # map shared memory again: changes must not affect both names
+                value = dict(mapped_tensors(file))[name]  # map the file again: changes must not affect both names
             self._mapped.add(value.data_ptr())
             give(self.model, names, own, self._on_disk(name, value, dtype))
         elif own.device == device and own.dtype == dtype:

@@ -28,10 +28,10 @@ def materialize(root: nn.Module, device: torch.device, noted: Collection[int] = 
 class Materializer:
     """Materializes meta-device tensors, module by module, children first.
 
-    A module's own ``reset_parameters`` initializes its tensors, followed by ``_init_weights(module)`` of the nearest
-    enclosing module that has this method. Constructors fill their layers in the same order, children first. The random
-    numbers and the initial values are therefore the same as in a process that created the layers with memory. They
-    differ if a constructor fills (or copies) its children again and none of these methods does the same.
+    A module's tensors are initialized by its own ``reset_parameters``, and then by ``_init_weights(module)`` of the
+    nearest enclosing module that has this method. Constructors fill their layers in the same order, children first. The
+    random numbers and the initial values are therefore the same as in a process that created the layers with memory.
+    They differ if a constructor fills (or copies) its children again and none of these methods does the same.
 
     Tensors that already have values, or are in ``noted``, do not change, and no random numbers are drawn for them.
 

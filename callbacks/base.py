@@ -222,10 +222,10 @@ class Callback:
         """Called after each training batch: after its optimizer step, scheduler steps and ``zero_grad``.
 
         Callbacks come before the module, and ``ModelCheckpoint`` comes after both, so it saves what they changed.
-        ``outputs`` is the result of ``training_step`` as a dict. Its loss is detached: scalar, shape (), not divided by
-        ``accumulate_grad_batches``. ``outputs`` is None if the batch was skipped. Gradients are already cleared, so
-        read them in ``on_before_optimizer_step``. The hook must not wait for the device, because that would slow down
-        every step.
+        ``outputs`` is the result of ``training_step`` as a dict. Its loss is a detached scalar of shape () and is not
+        divided by ``accumulate_grad_batches``. ``outputs`` is None if the batch was skipped. Gradients are already
+        cleared, so read them in ``on_before_optimizer_step``. The hook must not wait for the device, because that would
+        slow down every step.
         """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
@@ -374,7 +374,7 @@ class Callback:
         return None
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """Called on all ranks when the signal ``name`` ends a fit, unless another callback has already saved it.
+        """Called on all ranks when the signal ``name`` ends a fit, unless another callback has saved this step.
 
         May save a checkpoint.
         """

@@ -51,9 +51,9 @@ class CheckpointKeeper(Checkpoint):
     :meth:`save` on every rank. A step that is already saved is not saved again.
 
     Subclasses may override four methods, which have the same names and arguments as in Lightning:
-    ``_monitor_candidates`` adds values to rank by, ``_update_best_and_save`` ranks and writes a file with a score, on
-    every rank, ``_save_checkpoint`` writes each file, on every rank, and ``_remove_checkpoint`` deletes a file, on rank
-    0 only. A file that one of these methods writes is never written in the background.
+    ``_monitor_candidates`` adds values to rank by; ``_update_best_and_save`` ranks and writes a file with a score;
+    ``_save_checkpoint`` writes each file; and ``_remove_checkpoint`` deletes a file. The last is called only on rank 0,
+    and the two before it on every rank. A file that an override writes is never written in the background.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -136,7 +136,7 @@ class CheckpointKeeper(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._loading = None
-        if self._inherited is not None:  # state that user code loaded, not the trainer
+        if self._inherited is not None:  # state loaded by user code instead of by the trainer
             self._adopt(trainer, self._inherited)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -204,7 +204,7 @@ class CheckpointKeeper(Checkpoint):
     def save_after(self, trainer: Trainer, exception: BaseException) -> None:
         """Save the current step in an unranked file and in ``last`` after an exception has ended the fit.
 
-        A failed save only warns, so that it does not hide the exception.
+        If saving fails, only warn, so that the original exception is not hidden.
         """
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
             return
@@ -365,7 +365,7 @@ class CheckpointKeeper(Checkpoint):
         gives_way = [path] if path is not None and gone is None else []
         self._leftovers = [old for old in dict.fromkeys(replaced) if old and old not in (*paths, link)]
         after = partial(self._saved, trainer, paths, self._leftovers, link)
-        self._leftovers = self._leftovers + gives_way  # saved, in case the run ends before they are deleted
+        self._leftovers = self._leftovers + gives_way  # kept in state_dict, in case the run ends before the deletion
 
         def settled(error: BaseException | None) -> None:
             if error is not None:
@@ -390,7 +390,7 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
-        """Call a subclass's own save method (the Trainer's or this callback's) for each file."""
+        """Call :meth:`_save_checkpoint` for each file, because a program replaced it or the Trainer's method."""
         for path in paths:
             self._save_checkpoint(trainer, path)
         if trainer.is_global_zero:
@@ -498,8 +498,9 @@ class CheckpointKeeper(Checkpoint):
         missing = sorted(wanted - values.keys() - {self.monitor})
         if missing:
             messages.warn_once(
-                f"ModelCheckpoint(filename={self.filename!r}) uses {messages.names(missing, last='and')}, which has "
-                f"not been logged yet, so the file name contains nan. Log it, or use {messages.names(sorted(logged))}."
+                f"ModelCheckpoint(filename={self.filename!r}) uses values that have not been logged yet "
+                f"({messages.names(missing, last='and')}), so the file name contains nan. Log these values, or use "
+                f"{messages.names(sorted(logged))}."
             )
         return self._agreed(trainer, values)
 
@@ -513,7 +514,7 @@ class CheckpointKeeper(Checkpoint):
     def _unused(
         self, trainer: Trainer, values: Mapping[str, Tensor], template: str | None, replaces: Collection[str] = ()
     ) -> str:
-        """Return a path for a new file. It does not exist yet, unless it is one of the replaced files."""
+        """Return a path for a new file. No file exists there yet, unless it is one of the replaced files."""
         path = self.format_checkpoint_name(values, template)
         if self.enable_version_counter:
             versions = (self.format_checkpoint_name(values, template, ver) for ver in count(self.STARTING_VERSION))

@@ -47,7 +47,8 @@ class EarlyStopping(Callback):
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
         check_on_train_epoch_end: check after each training epoch (True) or after each validation (False). If None,
-            check after each validation if an epoch has several or not every epoch has one, else after each epoch.
+            check after each epoch if the fit has no validation or exactly one at the end of each epoch; otherwise,
+            check after each validation.
         log_rank_zero_only: if True, only rank 0 prints this callback's messages; if False, every process does.
 
     Attributes:
@@ -254,7 +255,7 @@ def check_direction(who: str, monitor: str | None, mode: str) -> None:
         )
 
 
-#: Words in the names of metrics where higher is better, and words that mean the opposite (``dice_loss``).
+#: Words in the names of metrics for which higher is better, and words that mean the opposite (``dice_loss``).
 _HIGHER = (
     "acc accuracy ap auc aupr auprc auroc bertscore bleu chrf cider correlation dice f1 fbeta fscore iou jaccard kappa "
     "map mcc meteor miou mrr ndcg pearson pesq precision psnr r2 recall reward roc rouge sensitivity spearman "
@@ -268,7 +269,7 @@ _LOWER = (
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
-    """Return True if all metrics are known when an epoch ends: it has no validation, or exactly one at its end."""
+    """Return True if all metrics are known when an epoch ends: it has no validation, or only one, at the end."""
     if not trainer.enable_validation:
         return True
     if trainer.check_val_every_n_epoch != 1 or trainer.val_check_seconds is not None:

@@ -61,7 +61,7 @@ class BaseFinetuning(Callback):
         )
 
     def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the layers to train from ``epoch`` (0-based) on. Called once per epoch and optimizer."""
+        """Unfreeze the layers that train from ``epoch`` (0-based) on. Called once per epoch and optimizer."""
         raise NotImplementedError(
             f"{type(self).__name__} does not define finetune_function(pl_module, epoch, optimizer), which unfreezes "
             "layers at an epoch. Define it, for example with self.unfreeze_and_add_param_group(...)."
@@ -131,7 +131,7 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"The optimizer already contains {len(params) - len(new)} of the {len(params)} parameters to "
-                "unfreeze, which stay in their groups. Pass the optimizer only the parameters that are trainable "
+                "unfreeze. They stay in their groups. Pass the optimizer only the parameters that are trainable "
                 "from the start: [p for p in self.parameters() if p.requires_grad]."
             )
         return new

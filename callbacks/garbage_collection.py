@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Python still collects when this many more containers were allocated than freed since the last collection.
 MOST_UNSEEN = 100_000
-#: One in this many collections may scan all objects that are not frozen.
+#: Of this many collections, one may scan all objects that are not frozen.
 FULL_EVERY = 10
 #: A full scan runs if new objects exceed this fraction of those that the last full scan left; Python uses the same
 #: rule.
@@ -142,7 +142,7 @@ class GarbageCollection(Callback):
 
 
 def _long_lived() -> int:
-    """Return the number of objects that a full collection would scan; exact only right after one."""
+    """Return the number of objects that a full collection would scan; exact only right after a full collection."""
     return len(gc.get_objects(generation=2))
 
 
@@ -159,7 +159,7 @@ class _ProcessCollector:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, let Python collect only as a last resort; else restore its thresholds if this is the last fit."""
+        """With ``on``, let Python collect only as a last resort; without it, undo this once no fit needs it."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

@@ -35,8 +35,8 @@ class LossGuard(Callback):
     """Check the loss of each training batch before its backward pass and skip batches with a bad loss.
 
     A loss is bad if it is NaN or infinite, or if it is worse than the mean of the last ``window`` good losses by at
-    least ``rtol`` times that mean and by at least ``atol``. With several processes, their mean loss is checked, so all
-    processes make the same decision that a single process with all the data would make.
+    least ``rtol`` times that mean and by at least ``atol``. With several processes, their mean loss is checked, so they
+    all decide alike, just as a single process with all the data would decide.
 
     *Actions.* ``"skip"`` skips the batch as if it were not in the data: it produces no gradients, is not counted in the
     accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's

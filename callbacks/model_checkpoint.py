@@ -73,7 +73,8 @@ class ModelCheckpoint(CheckpointKeeper):
         train_time_interval: time between two saves, as a ``timedelta`` or in any form that ``Timer`` accepts.
         every_n_epochs: epochs between two saves; 0 saves only ``last``.
         save_on_train_epoch_end: save after the training epoch (True) or after validation (False). If None, save after
-            validation if an epoch has several validations or not every epoch has one, else after the epoch.
+            the epoch if the fit has no validation or exactly one at the end of each epoch; otherwise, save after
+            validation.
         enable_version_counter: append ``-v1``, ``-v2``, ... to a name that already exists; if False, overwrite the
             file.
         async_save: if True, write in the background: training continues as soon as the state is copied to memory
@@ -81,8 +82,8 @@ class ModelCheckpoint(CheckpointKeeper):
             the state has 1 MiB or more.
 
     Attributes:
-        best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none. During the fit, a
-            background save may not have finished writing it yet.
+        best_model_path: the best file, or the newest file if ``monitor`` is None; ``""`` if there is none. During the
+            fit, a background save may not have finished writing it yet.
         best_model_score: score of that file, scalar, shape (), or None.
         best_k_models: score of each ranked file by path; NaN for files without a score.
         kth_best_model_path: the file that will be replaced next; ``""`` while there are fewer than k files.

@@ -46,12 +46,12 @@ class ModelPruning(Callback):
         parameter_names: names of the parameters to prune: ``"weight"``, ``"bias"`` or both (the default).
         use_global_unstructured: rank the weights of all parameters together instead of within each tensor.
         amount: a fraction (float) or a number (int) of the remaining weights, or a function of the epoch.
-        apply_pruning: whether to prune at all, or a function of the epoch.
+        apply_pruning: whether to prune at all, or a function that returns this for an epoch.
         make_pruning_permanent: when training ends, turn the pruned weights back into plain parameters.
         use_lottery_ticket_hypothesis: after each pruning, reset the remaining weights to their values at the start of
-            training. Pass a function of the epoch to choose after which prunings to do so.
-        resample_parameters: reset the remaining weights to new random values instead, with the module's
-            ``reset_parameters``.
+            training. To do so only in some epochs, pass a function that returns True for these epochs.
+        resample_parameters: with ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
+            (from the module's ``reset_parameters``) instead of their initial values.
         pruning_dim: dimension of the rows or channels that a structured method removes.
         pruning_norm: the order ``n`` of the norm that ``"ln_structured"`` uses.
         verbose: 1 prints the fraction of pruned weights after each pruning; 2 also prints it for each parameter.
@@ -411,11 +411,13 @@ def _check_name(name: str, dim: int | None, norm: int | None) -> None:
         raise ValueError(messages.unknown("pruning_fn", name, tuple(_METHODS), ", or pass a method or a function"))
     if name.endswith("_structured") and dim is None:
         raise ValueError(
-            f"ModelPruning({name!r}) removes entire rows or channels. Pass their dimension, such as pruning_dim=0."
+            f"ModelPruning({name!r}) needs pruning_dim, the dimension of the rows or channels to remove. Pass "
+            "pruning_dim=0, for example."
         )
     if name == "ln_structured" and norm is None:
         raise ValueError(
-            "ModelPruning('ln_structured') needs pruning_norm, the order n of the Ln norm, such as 1 or 2."
+            "ModelPruning('ln_structured') needs pruning_norm, the order n of the Ln norm. Pass pruning_norm=2, for "
+            "example."
         )
 
 

@@ -111,7 +111,7 @@ class Summary:
         has_lazy_parameters: whether some parameters have no shape yet, so the totals are too small.
         shares_parameters: whether rows share parameters, so the rows add up to more than the total.
         total_flops: floating-point operations of a forward pass with the example input, or None.
-        has_sizes: whether the forward pass ran with the example input, so that sizes are known.
+        has_sizes: whether the forward pass ran with the example input, so the sizes are known.
     """
 
     def __init__(

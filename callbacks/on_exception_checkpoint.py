@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Checkpoint):
     """Save a checkpoint when an exception or Ctrl-C ends a fit; ``fit(ckpt_path="last")`` finds it.
 
-    An existing file is overwritten. Nothing is written in the first batch, with ``fast_dev_run``, or when a signal
+    An existing file is overwritten. Nothing is written during the first batch, with ``fast_dev_run``, or if a signal
     ended the fit and a ``ModelCheckpoint`` has saved that step.
 
     Args:

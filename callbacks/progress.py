@@ -331,8 +331,8 @@ class DrawnProgressBar(ProgressBar):
     """Progress bar that draws itself on the surface that a subclass creates (:meth:`_make_surface`).
 
     Args:
-        refresh_rate: minimum number of batches between two redraws, which are also limited by the clock; 0 disables the
-            bar.
+        refresh_rate: minimum number of batches between two redraws; 0 disables the bar. The surface also sets a minimum
+            time between them.
         leave: keep the full bar of every epoch and evaluation instead of a single line per epoch.
     """
 
@@ -343,8 +343,8 @@ class DrawnProgressBar(ProgressBar):
         super().__init__()
         if isinstance(refresh_rate, bool) or not isinstance(refresh_rate, int) or refresh_rate < 0:
             raise ValueError(
-                f"{type(self).__name__}: refresh_rate={refresh_rate!r} must be a non-negative integer. Pass 1 to draw "
-                "as often as the clock allows, n to draw every n batches, or 0 for no bar."
+                f"{type(self).__name__}: refresh_rate={refresh_rate!r} must be a non-negative integer. Pass n to "
+                "draw the bar at most once every n batches, or 0 for no bar."
             )
         self._refresh_rate = refresh_rate
         self._leave = bool(leave)
@@ -530,7 +530,7 @@ class DrawnProgressBar(ProgressBar):
         self._next = self._multiple_after(self._last + 1)
 
     def _draw_if_due(self) -> None:
-        """Draw after a bar opened or closed, if the clock allows it or the last such change was long enough ago."""
+        """Draw after a bar was opened or closed, if a drawing is due or the last such change was long enough ago."""
         now = perf_counter()
         surface = self._surface
         if surface is not None and (now >= self._due or (surface.immediate and now - self._changed >= surface.seconds)):

@@ -128,7 +128,7 @@ class TQDMProgressBar(DrawnProgressBar):
         return self._bars_made[stage]
 
     def _create(self, stage: str, visible: bool = True) -> tqdm:
-        """Create a stage's tqdm bar; an invisible one only counts."""
+        """Create a stage's tqdm bar; a bar that is not ``visible`` only counts batches."""
         self._file = None if visible else _Nowhere()
         make = {
             "sanity_check": self.init_sanity_tqdm,

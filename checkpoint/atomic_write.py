@@ -83,8 +83,8 @@ def _rename(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, replacing any existing file or folder.
 
     A file replaces a file in one step, with an ordinary rename. If one of them is a folder, the two swap names, which
-    is a single step on Linux. On other systems, ``target`` is first renamed to a hidden name, and a crash right after
-    that leaves it there.
+    is a single step on Linux. On other systems, the old ``target`` is first renamed to a hidden name; a crash right
+    after that leaves it under the hidden name, and ``target`` does not exist.
     """
     if not target.is_dir() and not temporary.is_dir():
         temporary.replace(target)
@@ -103,7 +103,8 @@ def _rename(temporary: Path, target: Path) -> None:
 def _rename_new(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, which must not exist.
 
-    On Linux, or with hard links, this is one atomic step. Otherwise, the name is checked before the rename.
+    On Linux, or with hard links, this is one atomic step. Otherwise, ``target`` is checked first, and another process
+    could still create it before the rename.
     """
     try:
         problem = _renameat2(temporary, target, _RENAME_NOREPLACE)
@@ -165,7 +166,7 @@ def remove(path: Path) -> None:
 
 
 def put_link(path: Path, target: Path) -> None:
-    """Make ``path`` a relative symbolic link to ``target``; a copy of ``target`` if links are not supported."""
+    """Make ``path`` a relative symbolic link to ``target``, or a copy of ``target`` if links are not supported."""
     with written_aside(path) as temporary:
         try:
             temporary.symlink_to(os.path.relpath(target, path.parent), target_is_directory=target.is_dir())

@@ -54,7 +54,10 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Paceline's own format: one file with checksums that ``torch.load`` can read, written completely or not at all."""
+    """Paceline's own format: a single file that ``torch.load`` can read.
+
+    The file contains checksums, and is written completely or not at all.
+    """
 
     in_background = None
 

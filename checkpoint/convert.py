@@ -1,4 +1,4 @@
-"""Convert the contents of a file that was pickled with objects to plain data."""
+"""Convert a file that contains pickled objects: turn its contents into a checkpoint of plain data."""
 
 from __future__ import annotations
 

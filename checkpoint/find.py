@@ -79,7 +79,7 @@ _WEIGHTS_ONLY = "weights only"
 
 
 def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
-    """Return the newest checkpoint that a run can start from, and the reason for each newer one that it cannot use."""
+    """Return the newest checkpoint that a run can start from, and why newer ones cannot be used, by path."""
     order, passed_over = _newest_first(paths)
     for path, known in order:
         why = _why_not(path, known, fn)
@@ -90,10 +90,10 @@ def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location |
 
 
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
-    """Return checkpoints in the order to try them, with their manifests, and the reason for each unreadable one.
+    """Return readable checkpoints with their manifests, in the order to try them, and why others are unreadable.
 
-    They are ordered by save number, so that a clock that was set back does not matter. Files from other tools have no
-    save number and come last, ordered by time.
+    Checkpoints are ordered by save number, so that a clock that was set back does not matter. Files from other tools
+    have no save number and come last, ordered by time.
     """
     found: list[tuple[tuple[int, int, int], Location, Manifest | None]] = []
     broken: dict[Location, str] = {}

@@ -14,7 +14,7 @@ try:
 except ImportError:  # on Windows, folders cannot be locked
     fcntl = None
 
-#: How long processes of a killed run may still hold its folder, because data loader workers exit with a delay.
+#: How long a killed run's processes may still hold its folder. Data loader workers exit with a delay.
 _WAIT_SECONDS = 15.0
 
 

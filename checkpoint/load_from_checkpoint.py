@@ -171,7 +171,7 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
         again = ", ".join(f"{name}=..." for name in lacking)
         kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
         if saved:
-            kept = "use plain data that a checkpoint can store instead, such as a name or numbers to build it from"
+            kept = "use plain data as an argument instead, such as a name or numbers, which a checkpoint can store"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, but {held}. "
             f"Call {cls.__name__}.load_from_checkpoint(path, {again}), or {kept}."

@@ -40,7 +40,7 @@ class Manifest:
     Attributes:
         format: version of the checkpoint's layout.
         kind: ``"file"`` or ``"folder"``.
-        weights_only: whether the checkpoint contains only weights, so that no fit can resume from it.
+        weights_only: whether the checkpoint contains only weights; no fit can resume from such a checkpoint.
         epoch: number of completed epochs, not counting the current one.
         global_step: number of optimizer steps.
         sequence: number of this save, counted across its run and earlier runs in the same folders; 0 outside a fit.
@@ -49,7 +49,7 @@ class Manifest:
         world_size: number of processes in the run.
         versions: versions of paceline, torch and python.
         runs: IDs of the run that wrote the checkpoint, one for each checkpoint callback.
-        line: ID of the callback that manages the checkpoint; a resumed run keeps it. Empty if no callback manages it.
+        line: ID of the callback that manages the checkpoint, or empty if none does; a resumed run keeps the ID.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file in a folder (except the manifest), or of each record in a file.
     """
@@ -136,7 +136,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
-    """Return the manifest of a checkpoint; None if it has none, because another tool wrote it.
+    """Return the manifest of a checkpoint; None if another tool wrote the checkpoint without one.
 
     Raises:
         OSError: if the file does not exist or cannot be read.

@@ -1,4 +1,4 @@
-"""Pickle checkpoint values that are not plain data into a separate section, opened only for trusted files.
+"""Store objects that are not plain data in a separate, pickled section, which is opened only for trusted files.
 
 Unpickling runs code named in the file (https://docs.python.org/3/library/pickle.html). A safe load reads the section as
 bytes and never unpickles it.
@@ -64,7 +64,7 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
 
 
 def _type_of(value: Any) -> str:
-    """Return the name of a value's class; for a dict, list or tuple, those of the first five objects in it."""
+    """Return the name of a value's class; for a dict, list or tuple, the names of up to five classes in it."""
     inside: dict[str, None] = {}
     waiting, seen = [value], set[int]()
     while waiting and len(inside) < 5:

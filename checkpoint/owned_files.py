@@ -46,7 +46,8 @@ class RunFiles:
     def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
         """Delete files that were no longer needed when ``start`` was saved; return files that the next save replaces.
 
-        The next save replaces ``start`` itself, if it was no longer needed, and all files that were saved after it.
+        ``start`` is the checkpoint from which the run resumes, and ``leftovers`` are the files no longer needed. The
+        next save replaces ``start`` itself, if it was no longer needed, and all files that were saved after it.
         """
         for path in leftovers:
             if path != start:
@@ -75,7 +76,8 @@ class RunFiles:
 
         Args:
             path: path of the file.
-            remove: function that deletes files in a CheckpointIO's own format, for which only the folder is checked.
+            remove: function that deletes files in a CheckpointIO's own format. These do not record their run, so only
+                the folder is checked.
         """
         if not storage.is_inside(path, self.folder) or not (remove or self.is_ours(path)):
             return

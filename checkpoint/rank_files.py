@@ -19,7 +19,7 @@ def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool
     """Return the saved entry that this rank resumes from; None if there is none.
 
     This is the rank's own entry, or the entry of the rank with the same share of the data. ``alike`` says whether
-    both runs have the same number of ranks and of data shares.
+    the saved run and this run have the same number of ranks and the same number of data shares.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
     return next((kept for kept in ranks if kept[key] == mine), None)

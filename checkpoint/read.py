@@ -21,7 +21,7 @@ def read(
     """Verify the checksums of a checkpoint and read it.
 
     Args:
-        path: a file, an open seekable binary file, or the folder of a sharded checkpoint; or its URL.
+        path: path or URL of a file or of a sharded checkpoint's folder, or an open, seekable binary file.
         map_location: device for the tensors, as for ``torch.load``; ``"meta"`` verifies them without loading them.
         strategy: decides which shards of a folder's tensors this process needs; None means all shards.
         trusted: also load pickled objects, which runs code named in the file.
@@ -29,8 +29,8 @@ def read(
     Raises:
         FileNotFoundError: if the file does not exist; the message lists the files in the folder.
         IsADirectoryError: if the path is a folder that is not a checkpoint.
-        ValueError: if the file is damaged, not a checkpoint, or written by a newer version, or loading it would run
-            code.
+        ValueError: if the file is damaged, is not a checkpoint, was written by a newer version, or would run code when
+            loaded.
     """
     if isinstance(path, (str, os.PathLike, Remote)) and manifest.is_folder(path):
         return sharded_folder.read(location(path), map_location, strategy, trusted)

@@ -170,9 +170,9 @@ def _finish(
     elsewhere = [name for name in files if isinstance(target, Path) and not (temporary / name).exists()]
     if elsewhere:
         raise OSError(
-            f"The checkpoint {str(target)!r} was not saved, because rank 0's disk lacks {len(elsewhere)} of its "
-            f"{len(files)} files, which other processes wrote. Save to a folder that all machines share, or use "
-            "FSDPStrategy(state_dict_type='full')."
+            f"The checkpoint {str(target)!r} was not saved, because rank 0 cannot see {len(elsewhere)} of the "
+            f"checkpoint's {len(files)} files, which other processes wrote to their own disks. Save to a folder that "
+            "all machines share, or use FSDPStrategy(state_dict_type='full')."
         )
     single_file.write(contents, temporary / CONTENTS, whole=False)
     files |= _deliver([temporary / _METADATA, temporary / CONTENTS], temporary, target)

@@ -79,7 +79,7 @@ class _File(io.FileIO):
 
 
 class _Stream:
-    """The stream for ``torch.save``. It stores an error instead of raising it, because a later error would mask it."""
+    """The stream for ``torch.save``. It stores an error instead of raising it, so that no later error masks it."""
 
     raw: io.FileIO
 
@@ -132,7 +132,7 @@ def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, w
 
 
 def _storage_sizes(value: Any) -> dict[int, int]:
-    """Return the size in bytes of every storage used by tensors anywhere in ``value``, by the storage's address."""
+    """Return the size in bytes of every storage that tensors anywhere in ``value`` use, keyed by its address."""
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
         return {storage_key(storage): storage.nbytes()}

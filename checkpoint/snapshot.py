@@ -28,7 +28,7 @@ class Buffers:
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy plain data and tensors to the host. The copy is valid until the next call.
 
-        Tensors that share memory also share it in the copy, so that a file stores that memory once. Copies from a GPU
+        Tensors that share memory also share it in the copy, and a file stores that memory only once. Copies from a GPU
         run concurrently, and the host waits for them once, at the end. ``state`` must be the result of ``plain``.
         """
         storages: dict[int, Any] = {}

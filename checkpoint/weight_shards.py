@@ -1,4 +1,4 @@
-"""Write weights to one file, or to several files with an index, with the names and formats that transformers uses."""
+"""Write weights to one file, or to several files and an index. Names and formats are the same as in transformers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "what",
         nargs="?",
         choices=("default", "update"),
-        help="default: ask nothing; update: change the settings given with --set in the existing file",
+        help="default: ask nothing; update: in the existing file, change the settings given with --set",
     )
     parser.add_argument(
         "--config_file", metavar="PATH", help="the file; its suffix (.yaml, .json, .toml) sets the format"

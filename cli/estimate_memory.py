@@ -16,9 +16,9 @@ EXAMPLES = """
 MODEL is the first of these that matches:
   a folder with config.json, or that file (transformers builds the model, without weights)
   a folder, file or index of weights; only headers (safetensors) or sizes (other files) are read
-  module:factory or file.py:factory: a function that returns a model, (model, batch) or (model, batch, loss) with a
-      function loss(model, batch); the model is an nn.Module or a TrainingModule. If the function has parameters
-      batch_size and sequence_length, they are passed. Tensors that it creates take no memory.
+  module:factory or file.py:factory: a function that returns a model, (model, batch) or (model, batch, loss), where
+      loss(model, batch) is a function; the model is an nn.Module or a TrainingModule. If the factory has parameters
+      batch_size and sequence_length, they are passed. Tensors that the factory creates take no memory.
 Nothing is downloaded.
 
   paceline estimate-memory ./Mixtral-8x7B --device_memory 80GiB --num_processes 8

@@ -155,7 +155,7 @@ def examine(source: Source, arguments: Namespace) -> MemoryReport:
 class Trainings:
     """Estimates training memory with the command's settings.
 
-    If a training step cannot be run, this and all later estimates leave out activations, and a note says why.
+    If a training step cannot be run, its estimate and all later ones leave out activations, and a note says why.
     """
 
     def __init__(self, source: Source, arguments: Namespace, machine: Machine, notes: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""``paceline launch``: run a script in one or several processes."""
+"""``paceline launch``: run a script in one or more processes."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class _LaunchPlan:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is only one process in total, so that this process can become the script."""
+        """Whether this process can become the script: the only one in total, and not bound to a node by torch."""
         return self.num_processes * self.num_machines == 1 and not self.binds_gpus
 
 

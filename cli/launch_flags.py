@@ -23,8 +23,8 @@ _TPU = (
 )
 _MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or split layers with --parallelism_config_tp_size"
 _FP8 = (
-    "8-bit training uses torchao. Use --mixed_precision fp8, and set details with AORecipeKwargs in the script, or "
-    "use TransformerEngine with TERecipeKwargs there"
+    "8-bit training uses torchao. Use --mixed_precision fp8. In the script, AORecipeKwargs sets details, and "
+    "TERecipeKwargs chooses TransformerEngine instead"
 )
 _AWS = "launching on AWS is not supported. Run the command on the machine itself, as docs/commands.md shows"
 _MPI = "mpirun is not needed. Use --cpu --num_processes N, or run mpirun -np N python train.py yourself"
@@ -98,7 +98,13 @@ def _add_own(parser: ArgumentParser) -> None:
         metavar="STREAMS",
         help="output to write to --log_dir: 1 for stdout, 2 for stderr, 3 for both (default), or 0:1,1:2 by local rank",
     )
-    _add(parser, "role", default="default", metavar="NAME", help="prefix of the lines in --log_dir")
+    _add(
+        parser,
+        "role",
+        default="default",
+        metavar="NAME",
+        help="with --log_dir or --tee: prefix of lines in the terminal",
+    )
     _add(parser, "same_network", action="store_true", help="no effect; machines always connect to --main_process_ip")
 
 

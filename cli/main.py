@@ -14,7 +14,7 @@ from .. import messages
 #: which returns the exit status.
 COMMANDS = {
     "config": "write the settings file, interactively or not",
-    "launch": "run a script in one or several processes, on one or several machines",
+    "launch": "run a script in one or more processes, on one or more machines",
     "doctor": "run a few steps of a script and report what is slow, why, and what to change",
     "test": "check that this machine trains correctly as configured",
     "env": "print versions, devices, and the current settings with their origin",
@@ -24,7 +24,7 @@ COMMANDS = {
     "checkpoint ls": "list the checkpoints in a folder",
     "checkpoint show": "describe a checkpoint and its contents",
     "checkpoint verify": "verify every byte against the checksums",
-    "checkpoint prune": "delete all but the newest and the best",
+    "checkpoint prune": "delete all checkpoints except the newest and the best",
     "checkpoint export": "write a checkpoint in another format",
     "checkpoint convert": "write a copy of another program's checkpoint that contains only plain data",
 }

@@ -1,4 +1,4 @@
-"""The clients' virtual environments: made once, and made again when a file changes that they are made from."""
+"""The clients' virtual environments. Each is created once, and again when one of its source files changes."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Environment:
         self._stamp = folder / "installed.txt"
 
     def is_current(self) -> bool:
-        """Return True if it is complete and its sources have not changed since."""
+        """Return True if the environment is complete and its sources have not changed since."""
         return self._stamp.exists() and self._stamp.read_text() == self._contents()
 
     def finish(self) -> None:
-        """Note that it is complete."""
+        """Record that the environment is complete."""
         self._stamp.write_text(self._contents())
 
     def create(self, *, shared: bool, first: str = "", interpreter: str | None = None) -> None:
-        """Create it without packages of its own; delete the old one.
+        """Create the environment without packages of its own; delete the old one.
 
         Args:
-            shared: whether it sees the packages of the running Python.
-            first: a line of Python that each of its processes runs at its start.
+            shared: whether the environment sees the packages of the running Python.
+            first: a line of code that the environment's Python runs whenever it starts.
             interpreter: the command of another Python; None means the running one.
         """
         _run(interpreter or sys.executable, "-m", "venv", "--clear", self.folder)
@@ -52,14 +52,14 @@ class Environment:
             (self.packages / "below.pth").write_text("\n".join([*lines, first]) + "\n")
 
     def install(self, *arguments: str | Path) -> None:
-        """Run ``pip install`` in it."""
+        """Run ``pip install`` in the environment."""
         pip = (self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
         _run(*pip, *arguments)
 
     def resolve(self, *arguments: str | Path) -> None:
-        """Run ``uv pip install`` in it, with pip's own settings.
+        """Run ``uv pip install`` in the environment, with pip's own settings.
 
-        For packages without a lock: uv chooses among their versions in seconds, where pip can take half an hour.
+        This is for packages without a lock: uv chooses their versions in seconds, but pip can take half an hour.
         """
         self.install("uv")
         settings = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
@@ -72,7 +72,7 @@ class Environment:
 
 
 def with_lock(folder: Path, lock: Path) -> Path:
-    """Return the Python of an environment with what ``lock`` lists on top of the packages of the running Python."""
+    """Return the Python of an environment that adds the packages in ``lock`` to those of the running Python."""
     environment = Environment(folder, lock)
     if not environment.is_current():
         environment.create(shared=True)

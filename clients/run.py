@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "COLUMNS": "160",
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
 }
-#: Python 3.11 supports the filter since 3.11.4.
+#: Argument for extracting tar files. In Python 3.11, it exists only from 3.11.4 on.
 FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 

@@ -195,7 +195,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).setdefault("__version__", self.package.version)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Return the package's distribution that ``context`` names, or all if it has no name."""
+        """Return the package's distribution that ``context`` names, or all of them if ``context`` has no name."""
         name = getattr(context, "name", None)
         if name is None and _looks_in_folders(context):
             return []

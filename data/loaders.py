@@ -182,10 +182,10 @@ def load_loader_state(
     Args:
         loader: the current loader.
         state: the state of the saved run's loader.
-        mid_epoch: whether the run resumes within an epoch, so that the order of that epoch is needed again.
+        mid_epoch: whether the run resumes within an epoch; if so, the order of that epoch is needed again.
         same_ranks: whether this rank saved the state, in a run with the same number of ranks. If not, the saved
             position in the data does not apply to this rank, unless it counts the samples of all ranks.
-        restarts: whether the saved epoch starts over, so that the saved position is not restored.
+        restarts: whether the saved epoch starts over; if so, the saved position is not restored.
 
     Returns:
         True if the loader restores its position itself, so no batches have to be skipped.
@@ -215,10 +215,11 @@ def _counts_all_ranks(state: Mapping[str, Any] | None) -> bool:
 
 
 def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
-    """Warn if a position in streams was saved with a different number of ranks, so that it is only approximate.
+    """Warn if a position in streams is only approximate, because it was saved with a different number of ranks.
 
     Streams that split themselves by rank give each rank different samples if the number of ranks changes. If several
-    workers take turns, the samples per turn also depend on it, so each worker had read up to a different position.
+    workers take turns, the number of ranks also determines the samples per turn, so each worker had read up to a
+    different position.
     """
     if _counts_all_ranks(state):
         return
@@ -232,9 +233,9 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
         else:
             continue
         messages.warn_once(
-            f"The saved run had a different number of ranks, and {why}. Its position is therefore only approximate: "
-            "the rest of this epoch may repeat some samples and skip others. The next epoch is complete. To resume "
-            f"exactly, finish the epoch with the saved number of ranks, or {instead}."
+            f"The saved run had a different number of ranks, and {why}. The saved position is therefore only "
+            "approximate: the rest of this epoch may repeat some samples and skip others. The next epoch is complete. "
+            f"To resume exactly, finish the epoch with the saved number of ranks, or {instead}."
         )
         return
 
@@ -503,8 +504,8 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if lost:
         messages.warn(
             f"The checkpoint contains {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
-            "restore, so the order of the data will differ from the saved run. To avoid that, pass the saved run's "
-            "loader to fit."
+            "restore, so the order of the data will differ from that of the saved run. To avoid that, pass the saved "
+            "run's loader to fit."
         )
     return positioned
 

@@ -197,7 +197,7 @@ class Order:
         return len(self.sampler)
 
     def reach(self) -> None:
-        """Draw the skipped items now. With workers, do nothing, because they already have their first batches."""
+        """Draw the skipped items now. Does nothing with workers, which already have their first batches by then."""
         if self.start and not self.in_workers:
             next(self.opened)
 
@@ -227,8 +227,8 @@ def length_of(loader: Any) -> int | None:
 def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
     """Limit a loader's iterator, which is at batch number ``start``, to the loader's length.
 
-    The iterator is read past its last batch only if this runs no user code in this process, or if a saved position has
-    to return to the beginning.
+    The iterator is read past its last batch only if doing so runs no user code in this process, or if a saved position
+    has to return to the beginning.
     """
     length = length_of(loader)
     if length is None or isinstance(loader, Shard) or _stops_inside(loader, iterator):
@@ -276,7 +276,8 @@ def takes_indices(loader: Any) -> bool:
 def can_jump(loader: Any) -> bool:
     """Return True if batches can be skipped without loading them.
 
-    A running iterator with persistent workers keeps the sampler that it was created with, so it must be an ``Order``.
+    A running iterator with persistent workers keeps the sampler that it was created with, so that sampler must be an
+    ``Order``.
     """
     if not takes_indices(loader):
         return False

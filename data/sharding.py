@@ -85,7 +85,7 @@ def last_share(loader: Any) -> float:
     The weight is ``own samples * processes / samples of all processes``: 1.0 if all processes have the same number of
     samples, and 0.0 for a batch that only repeats a sample. It applies to the loader's own last batch, not to the last
     batch before a limit. For a loader without a known length, the weight is valid once that batch has been fetched. For
-    a ``CombinedLoader``, it is the weight of the loaders that end together with it if they agree, otherwise 1.0.
+    a ``CombinedLoader``, it is the weight that all loaders ending together with it agree on, or 1.0 if they disagree.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}
@@ -373,7 +373,7 @@ def is_split(loader: Any) -> bool:
         raise ValueError(
             f"The {type(dataset).__name__} was created before this run's processes started. At that time, it found "
             "only 1 rank, so every rank would read all of its samples. Create it later: in train_dataloader() of the "
-            "module or DataModule, or after the Accelerator."
+            "module or DataModule, or after you create the Accelerator."
         )
     return known is not None and known > 1
 

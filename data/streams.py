@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-#: Attributes of datasets (Hugging Face, LitData and Mosaic) that contain the number of ranks, each with its name there.
+#: Attributes of datasets (Hugging Face, LitData and Mosaic), and the name of the number of ranks in each.
 _RANKS = {"_distributed": "world_size", "distributed_env": "world_size", "_unique_rank_world": "num_ranks"}
 
 

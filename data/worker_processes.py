@@ -149,7 +149,7 @@ def explain_lost_worker(
         if index is not None:
             workers[index].join(1.0)
             code, loader = workers[index].exitcode, one
-            who = f"Worker {index} of the {len(workers)} of {name(one) or _described(one)}"
+            who = f"Worker {index} (of {len(workers)}) of {name(one) or _described(one)}"
             break
         if not workers and loader is None:
             who, loader = f"A worker of {name(one) or _described(one)}", one

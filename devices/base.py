@@ -25,7 +25,7 @@ class DeviceKind:
     is_numbered: ClassVar[bool] = False
     #: Whether each of several processes on a machine sees only its own device, with index 0.
     one_per_process: bool = False
-    #: Whether a process group should be created for one device of this kind, which connects the processes immediately.
+    #: Whether each process should bind its process group to its device, so that the processes connect immediately.
     binds_process_group: ClassVar[bool] = False
     #: The widest floating-point dtype that its devices compute in.
     widest_float: ClassVar[torch.dtype] = torch.float64
@@ -47,7 +47,7 @@ class DeviceKind:
         return None
 
     def is_initialized(self) -> bool:
-        """Return True if this process has used such a device, so that its generators have states."""
+        """Return True if this process has used such a device; only then do its generators have states."""
         return False
 
     def initialize(self) -> None:
@@ -122,7 +122,7 @@ class DeviceKind:
         return False
 
     def reporting_waits(self) -> AbstractContextManager[Any]:
-        """Context manager in which torch warns whenever the host waits for a device. Does nothing if torch cannot."""
+        """Context manager in which torch warns whenever the host waits for a device, if torch can do that."""
         return nullcontext()
 
     # ---- memory ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Apple's GPU, as torch documents it in ``torch.mps``. Written and never run."""
+"""Apple's GPU, as torch documents it in ``torch.mps``. This code has never been run."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ def oversubscribed_threads(case: Case) -> Finding | None:
         "oversubscribed_threads",
         f"{wanted} threads compute on {facts.cores} core{'' if facts.cores == 1 else 's'} "
         f"({facts.local_world_size} process{'' if facts.local_world_size == 1 else 'es'} with {facts.threads} each).",
-        "The threads interrupt each other while they compute and wait for each other when they finish.",
+        "The threads interrupt each other during the computation, and the first to finish wait for the last.",
         f"Set OMP_NUM_THREADS={each}, or call torch.set_num_threads({each}).",
-        "Computing on the CPU is often 1.5 to 3 times as fast.",
+        "Computing on the CPU is then often 1.5 to 3 times as fast.",
         0.3 if facts.device == "cpu" else 0.1,
     )
 

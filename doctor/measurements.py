@@ -34,10 +34,10 @@ class Facts:
         step_seconds: seconds of each measured step, sampled to at most :data:`MOST_POINTS` steps.
         run_seconds: seconds of the entire run.
         run_parts: seconds of the entire run, by part.
-        often: number of measured steps with a validation or checkpoint of significant length.
+        often: number of measured steps in which a validation or a checkpoint took significant time.
         hooks: seconds by hook, such as ``"MyCallback.on_train_batch_end"``, over the measured steps, slowest first.
-        communication: seconds per step of gradient communication (``all``), and of the part that the backward pass did
-            not hide (``exposed``); empty if not measured.
+        communication: gradient communication in seconds per step: all of it (``all``), and the part that the backward
+            pass did not hide (``exposed``); empty if not measured.
         operators: number of operators that a step calls; None if unknown.
     """
 

@@ -140,7 +140,7 @@ class OwnLoop:
         return hand_out(self.batches(iterator))
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a training pass, with the time that the loop waits for each."""
+        """Return an iterator over a training pass's batches; it times how long the loop waits for each batch."""
         return self.examiner.iterate(_FETCH, iterator)
 
     def training_ends(self) -> None:

@@ -26,7 +26,7 @@ WORDS = {
 }
 PARTS = tuple(WORDS)
 INDEX = {name: index for index, name in enumerate(PARTS)}
-#: Index of the number of begun steps in a clock's row; it follows the seconds of the parts.
+#: Index in a clock's row of the number of steps begun, which follows the seconds of the parts.
 STEPS = len(PARTS)
 #: Parts that include everything inside them, because a validation has its own data and forward passes.
 WHOLE = ("evaluation", "checkpoint")

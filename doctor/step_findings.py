@@ -136,9 +136,9 @@ def evaluation_share(case: Case) -> Finding | None:
         "It runs too often, or over more batches than the result needs.",
         there(
             case,
-            "Set check_val_every_n_epoch, val_check_interval or limit_val_batches, or use larger validation batches, "
-            "which need no memory for gradients.",
-            "Evaluate less often, over fewer batches, or in larger ones, which need no memory for gradients.",
+            "Set check_val_every_n_epoch, val_check_interval or limit_val_batches. Or use larger validation batches: "
+            "validation needs no gradient memory.",
+            "Evaluate less often or over fewer batches. Or use larger batches: evaluation needs no gradient memory.",
         ),
         f"Training is {1 / (1 - 0.75 * share):.1f} times as fast with a quarter of the validations.",
         share * 0.75,

@@ -58,7 +58,7 @@ class MemoryEstimate:
             (DDP's buckets, or the weights that FSDP has gathered from other processes) and ``temporary``.
         inference: peak memory of a forward pass without gradients; None whenever ``activations`` is None.
         host: host memory used by ``cpu_offload``.
-        guessed: whether the step reads values from tensors, so that the memory may depend on these values.
+        guessed: whether the step reads values from tensors; if so, the memory may depend on these values.
     """
 
     precision: str

@@ -73,7 +73,7 @@ class Copier:
             ) from error
 
     def batch(self, batch: Any) -> Any:
-        """Return a copy of a batch whose tensors have no memory."""
+        """Return a copy of a batch; the tensors in the copy have no memory."""
         if isinstance(batch, Mapping) and type(batch) is not dict:
             batch = dict(batch)
         return pytree.tree_map_only(Tensor, self.tensor, batch)
@@ -124,7 +124,7 @@ class Rehearsal:
             checkpoint_activations(self.module, policy, choose_blocks(self.module, "auto") if policy is True else {})
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         pytree.tree_map_only(Tensor, lambda tensor: ledger.claim([tensor], "activations"), self.batch)
-        if self.strategy.communicates_forward:  # other strategies leave the module as the copy already is
+        if self.strategy.communicates_forward:  # other strategies do not change the copy here
             self.module = self.strategy.setup_module(self.module)
         ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
         for parameter in self.module.parameters():

@@ -96,8 +96,8 @@ class Logger(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the run's position in this logger's output, as plain data for a checkpoint.
 
-        An empty dict means that a resumed run cannot continue the log. All logged values must be stored when this
-        method returns. Called on rank 0.
+        An empty dict means that a resumed run cannot continue the log. When this method returns, all logged values must
+        be stored. Called on rank 0.
         """
         return {}
 

@@ -139,7 +139,7 @@ class FolderLogger(Logger):
         return {"version": self.version, "run": self._run, "step": self._step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Return True if this logger may use the folder of the state's version and it still belongs to the run."""
+        """Return True if this logger may use the state's version and that version's folder still belongs to the run."""
         version = state.get("version")
         if version is None or self._version not in (None, version):
             return False

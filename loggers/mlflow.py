@@ -222,7 +222,7 @@ def missing_for(uri: str) -> str | None:
 
 
 def _named(name: str) -> str:
-    """Replace the characters of a name that MLflow does not allow."""
+    """Return ``name`` with an underscore for each character that MLflow does not allow; warn if there are any."""
     allowed = _NOT_IN_A_NAME.sub("_", name)
     if allowed != name:
         messages.warn_once(

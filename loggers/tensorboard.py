@@ -44,7 +44,7 @@ class TensorBoardLogger(FolderLogger):
             log ``hp_metric`` yourself.
         prefix: prefix for each metric's name, followed by a dash.
         sub_dir: a subfolder of the version's folder for the files.
-        **kwargs: ``purge_step`` (hide values that an earlier run logged from this step on), ``max_queue`` (events that
+        **kwargs: ``purge_step`` (hide an earlier run's values from this step on), ``max_queue`` (events that
             may be queued before training waits, default 1000), ``flush_secs`` (maximum seconds until queued events are
             written, default 10), ``filename_suffix``, and ``comment``, which has no effect, because SummaryWriter
             adds it only to a folder that it chooses itself.

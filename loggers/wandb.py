@@ -244,7 +244,7 @@ class WandbLogger(CheckpointUploads):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Log histograms of gradients or parameters every ``log_freq`` steps, which waits for the device each time."""
+        """Log histograms of gradients or parameters every ``log_freq`` steps. Each time, wait for the device."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def log_table(

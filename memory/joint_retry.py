@@ -121,7 +121,7 @@ class Together:
         )
 
     def same(self, value: Callable[[], int]) -> int:
-        """Return rank 0's value on every rank. Every rank computes it, because ``value`` may count its calls."""
+        """Return rank 0's value on every rank. Every rank calls ``value``, which may count its calls."""
         own = value()
         if self.rank == 0:
             self._store.set(self._key("next"), json.dumps(own))

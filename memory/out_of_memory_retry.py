@@ -178,7 +178,7 @@ class _Search:
                 if self.together.meet():
                     self.together.compare(Outcome(ERROR, f"{type(error).__name__}: {error}"))
                 raise
-            # The frames in its traceback refer to the model and would keep its memory.
+            # The frames in the error's traceback refer to the model and would keep its memory allocated.
             self.error = error.with_traceback(None)
             self.error.__cause__ = self.error.__context__ = None
             kind = OUT_OF_MEMORY if is_out_of_memory(error) else RELEASED
@@ -211,7 +211,7 @@ class _Search:
     def accumulation(self, size: int) -> str:
         """Return text that explains how an update still uses the same number of samples."""
         steps = self.start // size
-        return f", with {self.accumulate}={steps}, so that an update uses {size * steps}" if self.accumulate else ""
+        return f", with {self.accumulate}={steps}, for {size * steps} samples per update" if self.accumulate else ""
 
     def report(self, last: str) -> None:
         """Print one message with the results of all sizes tried."""

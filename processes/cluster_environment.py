@@ -3,7 +3,7 @@
 Each launcher uses different names: ``torchrun`` and launchers that imitate it, SLURM's ``srun``, Open MPI, Intel MPI
 and MPICH, LSF's ``jsrun``, and Kubeflow's operator. All of them are read into a :class:`Cluster`, whose
 :meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only these. If only some of a
-launcher's variables are set, an error is raised; otherwise, each process might run as if it were the only one.
+launcher's variables are set, an error is raised. Without that error, each process might run as if it were the only one.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def requeue() -> None:
 
 
 def is_requeued(environ: Environment | None = None) -> bool:
-    """Return True if SLURM has started this job before, so that there may be a checkpoint to resume from."""
+    """Return True if SLURM has started this job before. If so, there may be a checkpoint to resume from."""
     environ = os.environ if environ is None else environ
     return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
 
@@ -355,7 +355,7 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int:
         return int(environ[name])
     except ValueError:
         raise RuntimeError(
-            f"{name}={environ[name]!r} is not a whole number, so this process cannot tell its rank and the number of "
+            f"{name}={environ[name]!r} is not a whole number, so this process cannot tell its rank or the number of "
             f"processes. Set {name} to a number, or start the script with the launcher that sets it."
         ) from None
 

@@ -1,4 +1,4 @@
-"""Keep the memory that a CPU training step frees in the process, so that the next step can reuse it.
+"""Make a process keep the memory that a CPU training step frees, so that the next step can reuse it.
 
 glibc returns free memory at the end of its heap to the kernel once it exceeds a threshold, and a backward pass frees
 much more than that. The next step then requests the same pages again, and the kernel has to clear each of them first.

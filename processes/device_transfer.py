@@ -40,14 +40,14 @@ def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = Non
 
 
 def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
-    """Return a version of ``move`` with its own stream; None if ``move`` is not a :class:`Mover` that can overlap."""
+    """Return a version of ``move`` with its own stream; None if its copies cannot run while the device computes."""
     if isinstance(move, Mover) and move.overlaps:
         return SideStream(move)
     return None
 
 
 class Mover:
-    """Moves every tensor of a batch to a device, and floating-point tensors to a dtype.
+    """Moves every tensor of a batch to a device, and converts floating-point tensors to a dtype.
 
     The handler for a type is chosen when the type is first seen; after that, finding it takes one dict lookup. CPU
     tensors are pinned and copied without waiting if the device supports it. An object that has its own ``to`` method

@@ -39,7 +39,7 @@ def count(kind: str) -> int:
 
 
 def find_best() -> tuple[str, int]:
-    """Return the best kind of device that this process sees, and the number of them; the CPU and 0 if there is none."""
+    """Return the best kind of device that this process sees, and how many it sees; the CPU and 0 if there is none."""
     found = ((kind.name, count(kind.name)) for kind in accelerators())
     return next((one for one in found if one[1]), ("cpu", 0))
 
@@ -109,8 +109,8 @@ def _missing(accelerator: str, what: str, kind: DeviceKind) -> str:
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return (
         f"Trainer(accelerator={accelerator!r}): this process sees no {what}{why}, and torch {torch.__version__} is "
-        f"built {build}. Use accelerator='auto' or 'cpu', make a device visible, or install a torch build (or a "
-        "package for it) that supports this device."
+        f"built {build}. Use accelerator='auto' or 'cpu', make a device visible, or install a torch build (or an "
+        "extension of torch) that supports this device."
     )
 
 

@@ -96,16 +96,17 @@ class Watch:
             )
         if any(sign in text for sign in _GONE):
             return _RankError(
-                f"Rank {self.rank} lost the connection to another rank, which has exited, at {self._here()}. The "
-                "error of the rank that exited first shows the cause. If no rank shows an error, that rank never made "
-                "this call: look for a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                f"Rank {self.rank} lost the connection to another rank, which has exited. Rank {self.rank} was at "
+                f"{self._here()}. The error of the rank that exited first shows the cause. If no rank shows an error, "
+                "the other rank never made this call: look for a call inside `if trainer.is_global_zero` or `if "
+                "accelerator.is_main_process`."
             )
         return None
 
     def reports(self) -> dict[int, str] | None:
         """Return each rank's activity and its threads' stack traces; an empty string for a rank that does not respond.
 
-        If several ranks call this at the same time, one rank gets the reports, and then the others get None. All ranks
+        If several ranks call this at the same time, one rank gets the reports and the others get None. All ranks
         get None if the rank that hosted the store has exited.
         """
         number, me = self._reported, str(self.rank)

@@ -115,7 +115,7 @@ def find_host() -> Host:
 
 
 def has_file() -> bool:
-    """Return True if ``__main__`` is a file or a module, so that a fresh process can import its definitions."""
+    """Return True if ``__main__`` is a file or a module, whose definitions a fresh process can import."""
     return _facts().has_file
 
 
@@ -159,7 +159,7 @@ def start_method_in(
     if asked == "popen":
         raise RuntimeError(
             f"start_method='popen' starts several processes by running the script again, but this program is "
-            f"{host.name}, so there is no script. Omit start_method, so that this process is forked; or {_USE_A_FILE}."
+            f"{host.name}, so there is no script. Omit start_method, and this process will be forked; or {_USE_A_FILE}."
         )
     if asked == "auto":
         return "spawn" if obstacle and host.can_spawn else "fork"

@@ -1,4 +1,4 @@
-"""The process group, which a process joins in its first run, shares among strategies, and leaves when it exits."""
+"""The process group. A process joins it in its first run and leaves it on exit; all of its strategies share it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def leave() -> None:
 
 
 def is_shared() -> bool:
-    """Return True if this process is in a process group, except one that :func:`join` created for it alone."""
+    """Return True if this process is in a process group that :func:`join` did not create for it alone."""
     return dist.is_initialized() and dist.group.WORLD is not _alone
 
 

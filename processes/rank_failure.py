@@ -243,7 +243,10 @@ class Failure:
         return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:
-        """Sort key: failures with their own cause come first, then lost peers, then signals to stop; then by time."""
+        """Sort key: failures with their own cause come first, then lost peers, then signals to stop.
+
+        Within each kind, earlier failures come first.
+        """
         code = self.exit_code or 0
         if self.interrupted or (not self.summary and code in (*(-s for s in _ENDED), *(128 + s for s in _ENDED))):
             return 2, self.moment

@@ -89,7 +89,8 @@ def random_states() -> dict[str, Any]:
     """Return the state of every random number generator in use, as plain data and tensors.
 
     ``torch`` is a tensor of shape (n,), uint8, on the CPU. Each kind of device in use has an entry under its name:
-    ``mps`` is one such tensor, and the others have one per device. Reading them may wait for the devices.
+    ``mps`` is one such tensor, and any other kind has one tensor per device. Reading the states may wait for the
+    devices.
     """
     states = host_random_states()
     for kind in accelerators():

@@ -180,7 +180,10 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Return options that bind processes to their GPUs' NUMA nodes; None, with a message, if that is impossible."""
+    """Return options that bind processes to their GPUs' NUMA nodes; None if ``numa`` is False.
+
+    If binding is impossible, this prints a message and returns None.
+    """
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:

@@ -1,7 +1,8 @@
 """The record of a run: JSON lines that are written during the run and from which its report is created.
 
 Written lines are never changed, because the process may be killed at any time. The first line of a resumed run gives
-the length (``"after"``) that the file had when the checkpoint was written; the run repeats the lines beyond it.
+the length (``"after"``) that the file had when the checkpoint was written; the resumed run repeats the lines beyond
+that length.
 """
 
 from __future__ import annotations

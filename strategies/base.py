@@ -114,7 +114,7 @@ class Strategy(Placement, Communication, State):
         """Release the strategy's resources. Called once per run, even after an error."""
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Wrap the methods in ``timed`` with a profiler's ``around`` for one run, or unwrap them if it is None."""
+        """Wrap the methods in ``timed`` with a profiler's ``around`` for one run; None unwraps them."""
         for name in self.timed:
             if around is None:
                 vars(self).pop(name, None)
@@ -178,7 +178,10 @@ class Strategy(Placement, Communication, State):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        """Scale the loss, shape (), if fp16 needs it, then call ``how(loss)``, or ``loss.backward()`` if it is None."""
+        """Scale the loss, shape (), if fp16 requires scaling, then run backward on it.
+
+        This calls ``how(loss)``, or ``loss.backward()`` if ``how`` is None.
+        """
         loss = self.precision.scale_loss(loss)
         if how is None:
             loss.backward()

@@ -107,7 +107,7 @@ class Communication:
 
     @property
     def parts_group(self) -> Any:
-        """Like :attr:`data_group`, but with one process for each part of each share if sequences are split."""
+        """Like :attr:`data_group`, but if sequences are split, with one process for each part of each share."""
         return self.data_group
 
     @property
@@ -138,7 +138,7 @@ class Communication:
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
         """Return the objects of all processes, in rank order, on every process.
 
-        Use this for small objects only: they are pickled and sent by the CPU process group.
+        Use this for small objects only: they are pickled and sent through the CPU process group.
         """
         return [obj]
 
@@ -156,7 +156,7 @@ class Communication:
     def scatter_objects(self, objects: Sequence[T] | None) -> T:
         """Return this process's entry in process 0's list, which must have one entry per process.
 
-        The entries are pickled and sent by the CPU process group.
+        The entries are pickled and sent through the CPU process group.
         """
         if objects is None:
             raise ValueError("scatter_objects: process 0 must pass a list with one entry per process.")
@@ -195,7 +195,7 @@ class Communication:
     def begin_run(self, run: Any) -> None:
         """Called in every process when a run begins.
 
-        Other processes can stop the run through ``run``, a ``stop_agreement.Run``.
+        Other processes can stop the run through ``run``, a ``stop_agreement.RunProgress``.
         """
 
     def is_told_to_stop(self) -> bool:

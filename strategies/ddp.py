@@ -175,9 +175,9 @@ class DDPStrategy(DistributedStrategy):
     def _release(self, wrapped: Any) -> None:
         """Remove a wrapper's hooks from the parameters, so that its forward no longer communicates.
 
-        After a forward pass without a backward pass, the old reducer still waits for gradients. It would also reduce
-        the next wrapper's gradients until Python frees it. This happens at different times on different ranks, so their
-        collectives would not match.
+        After a forward pass without a backward pass, the old reducer still waits for gradients. Until Python frees the
+        reducer, it would also reduce the next wrapper's gradients. Python frees it at different times on different
+        ranks, so the ranks' collectives would not match.
         """
         self._communicate(False)
         wrapped.require_forward_param_sync = False
@@ -225,8 +225,8 @@ class DDPStrategy(DistributedStrategy):
     def left_gradients(self) -> bool:
         """Return True after a backward pass whose loss did not come from a new forward pass of the wrapper.
 
-        The loss may come from a model method other than forward, from a forward pass that was already used, or from one
-        that ran while communication was off. Torch then reduces nothing.
+        The loss may come from a model method other than forward, from a forward pass that an earlier backward pass has
+        used, or from one that ran while communication was off. Torch then reduces nothing.
         """
         wrapped = self._wrapped
         if self._local or self.world_size == 1 or not self._synchronizes:

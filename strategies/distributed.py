@@ -188,7 +188,7 @@ class DistributedStrategy(Strategy):
             return
         messages.info_once(
             f"{type(module).__name__} has batch norms ({len(layers)}) that see only their own process's batch, so the "
-            f"results differ from a run on a single process that sees all {self.num_data_ranks} batches. "
+            f"results differ from those of a single process that sees all {self.num_data_ranks} batches. "
             "Trainer(sync_batchnorm=True) makes the results match, at the cost of two small reductions per layer."
         )
 
@@ -198,7 +198,7 @@ class DistributedStrategy(Strategy):
         if not self.holds_whole_module and quantized_layers(module):
             raise RuntimeError(
                 f"{owner} has quantized bitsandbytes layers, which {type(self).__name__} cannot shard. Use "
-                "strategy='ddp', where each process holds the whole model, or a model without quantized layers."
+                "a model without quantized layers, or strategy='ddp', where each process holds the whole model."
             )
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
         values = [(name, p.detach().to(in_dtype(p.dtype, torch.float64))) for name, p in named if not p.is_meta]
@@ -240,8 +240,8 @@ class DistributedStrategy(Strategy):
         if environment is not None and environment.local_rank() != 0:
             raise RuntimeError(
                 f"{type(environment).__name__}.creates_processes_externally is False, so one process must start the "
-                f"others, but this process is not the first: its local_rank() is {environment.local_rank()}. Return "
-                "True if a launcher starts all processes."
+                f"others, but this process is not the first: its local_rank() is {environment.local_rank()}. If a "
+                "launcher starts all processes, make creates_processes_externally return True."
             )
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
         if method == "popen":

@@ -73,9 +73,10 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:
-    """Shard a full tensor with the layout of ``own`` if the two have the same shape, or gather it if ``own`` is plain.
+    """Shard a tensor with the layout of ``own`` if the two have the same shape.
 
-    Other values are returned unchanged, so that ``load_state_dict`` reports them.
+    If ``own`` is plain, a sharded tensor is gathered instead. Other values are returned unchanged, so that
+    ``load_state_dict`` reports them.
     """
     if isinstance(value, DTensor) and isinstance(own, Tensor) and not isinstance(own, DTensor):
         return value.full_tensor()
@@ -103,7 +104,7 @@ def without_memory(tensor: Tensor) -> Tensor:
 
 
 def settle(parameters: Iterable[Tensor]) -> None:
-    """Convert each gradient to its parameter's layout, because some layers leave a pending sum across processes."""
+    """Convert each gradient to its parameter's layout. Some layers leave gradients as pending sums across processes."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:

@@ -33,6 +33,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PACELINE_CONFIG_FILE"] = "none"
 # Torch's store asks for the names of the addresses it meets; where an answer is lost, do not wait 5 s for the next.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+if sys.version_info < (3, 11):
+    sys.modules["tomllib"] = importlib.import_module("tomli")  # pytest requires it there
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # The first backward starts a thread for each device, after which a fork cannot run backward. Here it finds none;

@@ -31,7 +31,7 @@ def test_every_figure_is_complete_and_was_measured_since_the_last_release() -> N
     for row in ROWS:
         assert len(row) == 5, row
         assert all(row), row
-        assert datetime.date.fromisoformat(row[3]) >= last_release(), row
+        assert datetime.date.fromisoformat(row[3].rstrip("*")) >= last_release(), row
         assert row[4] in ("quiet", "busy", "exact"), row
 
 

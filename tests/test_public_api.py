@@ -138,11 +138,11 @@ def test_what_the_lock_pins_is_what_pyproject_asks_for() -> None:
     from packaging.utils import canonicalize_name
 
     def pinned(path: Path) -> dict[str, str]:
-        lines = [line.split("==") for line in path.read_text().splitlines() if line and not line.startswith("#")]
-        return {canonicalize_name(name): version for name, version in lines}
+        return {canonicalize_name(name): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)", path.read_text(), re.M)}
 
     project, pins = PYPROJECT["project"], pinned(ROOT / "requirements-dev.lock")
     beside = {path.stem: pinned(path) for path in (ROOT / "clients" / "loggers" / "locks").glob("*.txt")}
+    beside["tpu"] = pinned(ROOT / "clients" / "tpu" / "requirements.txt")
     extras = {name: wants for name, wants in project["optional-dependencies"].items() if name != "benchmarks"}
     for extra, wants in {"": project["dependencies"], **extras}.items():
         for asked in map(Requirement, wants):

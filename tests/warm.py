@@ -148,7 +148,8 @@ def _can_serve() -> bool:
         )
         command = [sys.executable, "-c", text, " " * 8000]  # room for the command lines of its forks
         room = {"PACELINE_TESTS_ROOM": " " * 50_000}  # ... and for their environments
-        options: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "cwd": "/", "process_group": 0}
+        options: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "cwd": "/"}
+        options |= {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
         started = subprocess.Popen(command, env=os.environ | room, **options)
         theirs.close()
         started.returncode = 0  # nobody waits for it: it ends with this process

@@ -100,7 +100,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Check ``val_check_interval``; return batches (int) or epochs (float), and the seconds of a duration or None."""
+    """Check ``val_check_interval``; return batches (int) or epochs (float), and seconds (for a duration) or None."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
@@ -281,7 +281,7 @@ class Request:
     """The arguments of one call to an entry point.
 
     Attributes:
-        again: whether the run restarts from one of its own checkpoints, so that its loggers continue.
+        again: whether the run restarts from one of its own checkpoints; if so, its loggers continue.
         trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
     """
 

@@ -155,7 +155,7 @@ class Saver:
             run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the checkpoint that further training leaves unchanged.
+        """Return a copy of the checkpoint, which further training does not change.
 
         If a file cannot store a value, this raises the error here rather than in the writer thread.
         """

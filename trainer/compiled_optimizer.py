@@ -27,7 +27,7 @@ class TracedOptimizer:
     copies with the learning rate in a tensor; the optimizer's own groups keep numbers, which schedulers set.
 
     Args:
-        optimizer: the optimizer to trace; from then on, the compiled graph steps it.
+        optimizer: the optimizer to trace; once it is traced, the compiled graph steps it.
         cycled: whether a scheduler changes the optimizer's momentum, which optimizers such as Adam keep in ``betas``.
     """
 

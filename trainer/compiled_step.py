@@ -78,7 +78,7 @@ class WholeStep:
 
     Attributes:
         accumulate: micro-batches per accumulation window.
-        primed: whether the optimizer has created its state, so that the graph can be compiled once for all steps.
+        primed: whether the optimizer has created its state; only then can one graph be compiled for all steps.
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any]) -> None:

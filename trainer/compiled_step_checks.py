@@ -41,8 +41,8 @@ def check_trainer(trainer: Trainer) -> None:
     if type(strategy) is not SingleDevice:
         raise ValueError(
             f"{asked}, strategy={strategy.names[0] if strategy.names else type(strategy).__name__!r}): gradients are "
-            "reduced across processes while backward runs, which the graph cannot contain. Train on one device, "
-            f"{_INSTEAD}."
+            "reduced across processes while backward runs, and the graph cannot contain this communication. Train on "
+            f"one device, {_INSTEAD}."
         )
     if strategy.precision.scaler is not None:
         raise ValueError(
@@ -53,7 +53,7 @@ def check_trainer(trainer: Trainer) -> None:
     if own:
         raise ValueError(
             f"{asked}): {type(strategy.precision).__name__} overrides {messages.names(own, last='and')}, which would "
-            f"have to run in the middle of the graph. Leave it out, {_INSTEAD}."
+            f"have to run in the middle of the graph. Leave out this precision, {_INSTEAD}."
         )
     if trainer.detect_anomaly:
         raise ValueError(

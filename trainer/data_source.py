@@ -45,7 +45,7 @@ STEP = {"train": "training_step", "validate": "validation_step", "test": "test_s
 
 
 class DataSource:
-    """The loaders of one run, passed to the entry point (``given``, by stage) or created by the loader hooks."""
+    """The loaders of one run: those passed to the entry point (``given``, by stage), or those that hooks create."""
 
     def __init__(self, run: Run, given: dict[str, Any]) -> None:
         self.run = run

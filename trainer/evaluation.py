@@ -238,8 +238,9 @@ class EvalLoop:
     def may_stop(self, known: float) -> bool:
         """Return True if a signal may stop this evaluation between two batches.
 
-        Inside a fit, a validation is always finished. If the ranks may have different numbers of batches (the length
-        is not ``known``), a rank that has run all of its batches would wait for the ranks that stopped.
+        Inside a fit, a validation is always finished. So is an evaluation in which the ranks may have different numbers
+        of batches (the length is not ``known``), because a rank that has run all of its batches would wait for the
+        ranks that stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1

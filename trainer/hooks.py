@@ -29,7 +29,7 @@ class HookTable:
 
     ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module. At the
     end of a batch or a validation, callbacks with ``runs_last`` come after the module, so that they save the changes
-    that its hook makes. ``on_train_epoch_end_monitors`` holds the hooks of callbacks that monitor metrics, and
+    that the module's hook makes. ``on_train_epoch_end_monitors`` holds the hooks of callbacks that monitor metrics, and
     ``on_train_epoch_end`` holds all others.
     """
 
@@ -57,7 +57,7 @@ class HookTable:
         monitors = [owner for owner in theirs if owner[0].monitors_metrics]
         self.on_train_epoch_end = tuple(bind([*quiet, *own], "on_train_epoch_end"))
         self.on_train_epoch_end_monitors = tuple(bind(monitors, "on_train_epoch_end"))
-        #: Pairs of a flag and a hook; the flag says whether every node calls the hook or only the first.
+        #: Pairs of a flag and a hook; the flag says whether every node calls the hook or only the first node does.
         self.prepare_data = tuple(
             (owner[0].prepare_data_per_node, hook) for owner in [*data, *own] for hook in bind([owner], "prepare_data")
         )
@@ -116,7 +116,7 @@ def own_methods(owner: Any, base: type) -> list[str]:
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """Return the hook that ``name`` misspells, or its new name if it was renamed; None for a user's own method."""
+    """Return the hook that ``name`` misspells or is a former name of; None for a user's own method."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")
@@ -127,8 +127,8 @@ def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str |
 def check_signature(owner: Any, name: str, method: Bound, several: bool | None = None) -> None:
     """Raise if the hook does not accept the loop's arguments.
 
-    ``several``: whether there are several loaders, so that the hook gets ``dataloader_idx``; None if that is not known
-    yet.
+    ``several``: whether there are several loaders; if so, the hook gets ``dataloader_idx``. None means that the number
+    of loaders is not known yet.
     """
     wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * bool(several)
     write = f"def {name}({', '.join(['self', *wanted])})"

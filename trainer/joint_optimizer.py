@@ -26,7 +26,7 @@ class JointOptimizer(Optimizer):
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self.optimizers = list(optimizers)  # no call of Optimizer.__init__: it would make groups of its own
+        self.optimizers = list(optimizers)  # without Optimizer.__init__, which would create its own groups
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] - it cannot be set

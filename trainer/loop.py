@@ -158,7 +158,7 @@ class FitLoop:
         num_batches = run.source.num_training_batches  # inf if the loader has no length
         schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
         every_batch = self.validation.every is not None or bool(schedules.step_plateaus)
-        # Here the ranks reduce values of self.log(..., on_step=True, sync_dist=True); not `active` without such values.
+        # Here the ranks reduce values of self.log(..., on_step=True, sync_dist=True); `active` only if there are any.
         step_values, hook_values = metrics.step_value_sharings()
         batch_idx, complete, outputs = start_batch - 1, False, None
         with closing(batches):
@@ -171,7 +171,7 @@ class FitLoop:
                 state.batch_idx, state.stepped = batch_idx, False
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
                 metrics.batch = batch  # its size is the weight of the logged values
-                # A hook that returns -1 skips the rest of the epoch, this batch included; the others run anyway.
+                # A hook that returns -1 skips the rest of the epoch, including this batch; the other hooks still run.
                 if batch_starts and batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_starts]:
                     self.skip_rest(step)
                     complete = True
@@ -192,7 +192,7 @@ class FitLoop:
                         hook(outputs, batch, batch_idx)
                 if hook_values.active:
                     hook_values.share()
-                # All ranks stop after the same batch: `at` agrees on it, once any of them has been asked to stop.
+                # All ranks stop after the same batch. They agree on it in `at` once any of them was asked to stop.
                 state.boundaries += 1
                 reason = stops.at(state.boundaries) if state.stop_requested else ""
                 if every_batch or reason or (state.stepped and state.updates % log_every == 0):
@@ -270,7 +270,7 @@ class FitLoop:
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
-        # In a resumed run, a loader with a saved position continues there; in any other, batches are skipped.
+        # In a resumed run, a loader with a saved position continues there; any other loader skips batches.
         resumed = self.resumed
         ended = resumed is not None and start_batch > 0 and resumed.ended  # the loader had no further batches
         knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
@@ -289,9 +289,9 @@ class FitLoop:
         return StepIterator(found, start_batch, self.metrics) if self.takes_iterator else found
 
     def start_fetching(self, batches: Any, start_batch: int) -> Iterator[Any]:
-        """Return the batch iterator; the first batch may be fetched already.
+        """Return the batch iterator. If batches are fetched one ahead, this already fetches the first batch.
 
-        When the fit resumes, this restores the saved run's state and finishes the batch after which the checkpoint was
+        In a resumed fit, this also restores the saved run's state and finishes the batch after which the checkpoint was
         saved.
         """
         resumed = self.resumed if start_batch > 0 else None

@@ -22,7 +22,7 @@ class LossReader:
 
     Attributes:
         together: whether a callback makes all ranks skip the same batches.
-        form_known: whether a loss has been read, so that ``by_items`` is final.
+        form_known: whether a loss has been read; from then on, ``by_items`` no longer changes.
         by_items: whether ``training_step`` returns ``num_items``, which weights losses in ``window``.
     """
 

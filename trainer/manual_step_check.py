@@ -20,8 +20,8 @@ def stepped(module: Any) -> RuntimeError:
     """Return the error for an optimizer that the user's code stepped."""
     owner = type(module).__name__
     return RuntimeError(
-        f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To do "
-        f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
+        f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To "
+        f"step it yourself, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
         "self.manual_backward(loss). Or just return the loss and leave backward(), step() and zero_grad() to the "
         "trainer."
     )
@@ -33,8 +33,8 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
         return None
     owner = type(module).__name__
     by_hand = (
-        f"{owner}.training_step ran backward itself, but the trainer runs it too, on the returned loss. To do it by "
-        f"hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
+        f"{owner}.training_step ran backward itself, but the trainer runs it too, on the returned loss. To run it "
+        f"yourself, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
         "self.manual_backward(loss) and self.optimizers().step(). Or leave out loss.backward()."
     )
     if first_batch:

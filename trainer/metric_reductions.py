@@ -48,8 +48,8 @@ class Record:
     changes. A value on another device is copied on that device, so that the host does not wait for it.
 
     Attributes:
-        fresh: whether the value was updated since it was last sent to the loggers.
-        seen: whether the value was updated since the epoch began.
+        fresh: whether the value has been updated since it was last sent to the loggers.
+        seen: whether the value has been updated since the epoch began.
         shared: the epoch's value (across all processes if they share it); None if an update has made it out of date.
         alone: whether the value is not shared, or no other process logs the name.
         dtype: the dtype of the tensor that callbacks monitor.
@@ -106,17 +106,17 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: RecordOptions) -> bool:
-        """Return True if these options match restored ones; reductions are compared by name, process groups are not."""
+        """Return True if the restored options match these; compares reductions by name, ignores process groups."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
     @property
     def is_shared(self) -> bool:
-        """Whether the epoch's value is reduced across all processes, so that computing it needs all of them."""
+        """Whether the epoch's value is reduced across all processes; if so, all of them must compute it together."""
         return self.options.sync_dist is not False and not self.options.rank_zero_only
 
     def result(self, strategy: Strategy) -> Tensor | float:
-        """Return the epoch's value, recomputed if the record was updated since the last call."""
+        """Return the epoch's value, recomputed if the record has been updated since the last call."""
         if self.shared is None:
             self.shared = self.compute(strategy)
         return self.shared

@@ -41,8 +41,8 @@ class MetricStore:
         records: the table that ``self.log`` currently uses.
         batch: the current batch, whose size weights epoch means.
         epoch_ended: whether the epoch's values can be computed (true in ``on_*_epoch_end``).
-        steps_in_evaluation: whether an evaluation step logs with ``on_step=True``, so that each of its batches is
-            flushed.
+        steps_in_evaluation: whether an evaluation step logs with ``on_step=True``; if so, values are flushed after
+            each evaluation batch.
         sent: the values last sent to the loggers.
         listener: receives the values that a step logs while it runs on a micro-batch; None otherwise.
         losses: checks the losses that have reached the host; if None, losses are not checked.
@@ -70,7 +70,7 @@ class MetricStore:
         self._sharings: dict[tuple[str, int | None, bool], Sharing] = {}
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap the methods to be timed in a profiler's ``around``."""
+        """Let a profiler time some of this object's methods; ``around`` is the profiler's method."""
         for name in ("flush_step", "send_epoch", "finish_epoch", "drain"):
             setattr(self, name, around(f"[Logging].{name}", getattr(self, name)))
 
@@ -103,7 +103,7 @@ class MetricStore:
                 for f in RecordOptions._fields
                 if getattr(known.options, f) != getattr(options, f)
             )
-            if not changed:  # compiled by torch 2.11, a named tuple differs from every tuple
+            if not changed:  # in code that torch 2.11 compiles, named tuples are never equal
                 return known
             hooks = " and ".join(dict.fromkeys(hook for hook in (known.hook, self._hook()) if hook))
             raise ValueError(
@@ -144,7 +144,7 @@ class MetricStore:
             same_moment = stage == self.state.stage and moment == self._moment.name and idx != self._dataloader_idx
             if same_moment and name in table and table[name].key == record.key:
                 raise ValueError(
-                    f"self.log({name!r}, add_dataloader_idx=False) was called for the loaders {idx} and "
+                    f"self.log({name!r}, add_dataloader_idx=False) was called for loaders {idx} and "
                     f"{self._dataloader_idx}, so one value would replace the other. Leave out add_dataloader_idx, or "
                     "use a different name for each loader."
                 )
@@ -163,13 +163,14 @@ class MetricStore:
         if size is None:
             messages.warn_once(
                 f"No tensor was found in the batch of type {type(batch).__name__}, so the epoch mean of {name!r} "
-                f"gives every batch the same weight. Pass self.log({name!r}, ..., batch_size=...) to weight by samples."
+                "gives every batch the same weight. To weight by samples, call "
+                f"self.log({name!r}, ..., batch_size=...)."
             )
             size = 1
         elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
             messages.warn_once(
                 f"The batch contains tensors with different first dimensions ({', '.join(map(str, sizes))}); {size} "
-                f"was used as the batch size for the epoch mean of {name!r}. To set the batch size, pass "
+                f"was used as the batch size for the epoch mean of {name!r}. To set the batch size, call "
                 f"self.log({name!r}, ..., batch_size=...)."
             )
         self._sized = (batch, size)
@@ -363,7 +364,7 @@ class MetricStore:
         if odd:
             messages.warn_once(
                 f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so "
-                "each rank computes its own epoch value. Log the value on every rank, or pass self.log(..., "
+                "each rank computes its own epoch value. Log the value on every rank, or call self.log(..., "
                 "rank_zero_only=True)."
             )
 
@@ -426,7 +427,7 @@ class MetricStore:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def running(self, stage: str) -> Iterator[tuple[str, int | None, str, Record]]:
-        """Yield the point in the run, loader, name and record of each value that a stage has logged in this epoch."""
+        """Yield each record that a stage has updated in this epoch, with its point in the run, loader and name."""
         for (at, moment, idx), table in self._tables.items():
             if at == stage:
                 yield from ((moment, idx, name, record) for name, record in table.items() if record.seen)

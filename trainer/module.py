@@ -473,7 +473,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def device(self) -> torch.device:
         """The device of the parameters; if there are none, the trainer's device, or the CPU without a trainer."""
         for tensor in self.parameters():
-            if not tensor.is_meta or self._trainer is None:  # in a pipeline, others may hold it
+            if not tensor.is_meta or self._trainer is None:  # in a pipeline, another rank may hold the weights
                 return tensor.device
         return self._trainer.strategy.device if self._trainer is not None else torch.device("cpu")
 

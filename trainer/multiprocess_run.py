@@ -1,8 +1,8 @@
 """Run an entry point in separately started processes, and bring the result back to this process.
 
 Afterwards, everything works as it does after a run in this process. The user's objects are updated in place: the
-Trainer, the module and its parameters, callbacks and loggers get the values that they have on rank 0. Objects that
-cannot be pickled (an open file, a live display) are left behind.
+Trainer, the module, its parameters, the callbacks and the loggers get the values that they have on rank 0. Objects
+that cannot be pickled (an open file, a live display) are left behind.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _rest(run: Run, result: Any, child_data: Any) -> bytes:
 
 
 def _state(owner: Any) -> dict[str, Any]:
-    state = owner.__getstate__()
+    state = owner.__getstate__() if hasattr(owner, "__getstate__") else vars(owner)  # Python 3.10's objects have none
     return state if isinstance(state, dict) else {}
 
 
@@ -275,7 +275,7 @@ def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = Non
 
 
 class _Writer(pickle.Pickler):
-    """Pickles objects that exist in both processes by name, and tensors as CPU tensors without their graph."""
+    """Pickles only the names of objects that exist in both processes, and tensors as CPU tensors without a graph."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)

@@ -165,7 +165,7 @@ class Run:
             self.state.begin(request.fn)
             self.hooks = None  # type: ignore[assignment] - hooks are bound before any is called
             result, failed, back, wanted = None, True, None, actions(self.trainer.signals)
-            reuses_memory = freed_memory_kept(self.strategy.device)  # on a CPU: by later batches
+            reuses_memory = freed_memory_kept(self.strategy.device)  # on a CPU, later batches reuse memory
             # A signal only sets `state.signum`; the stops decide, for all ranks together, after which batch a run ends.
             with watch(self.state, wanted), Stops(self, wanted) as self.stops, reuses_memory:
                 try:

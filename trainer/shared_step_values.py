@@ -129,7 +129,7 @@ class Sharing:
         if not processes:
             return False
         alike = [number // processes for number in found]
-        shows = counts or (first, second) == (alike[3], alike[5])  # without values: if it logged the same names
+        shows = counts or (first, second) == (alike[3], alike[5])  # without values, only if it logs the same names
         shared = room[HEADER : HEADER + alike[1]]
         more = alike[1] - len(shared)
         if more:
@@ -154,7 +154,7 @@ class Sharing:
         ranks = range(len(found)) if group is None else torch.distributed.get_process_group_ranks(group)
         have: dict[int, set[str]] = {}
         for rank, said in zip(ranks, found, strict=True):
-            here = isinstance(said, tuple) and said[0] == "step values"  # else it gathers other data
+            here = isinstance(said, tuple) and said[0] == "step values"  # otherwise, that rank gathers other data
             if not here or said[1] is not None:
                 have[rank] = set(said[1]) if here else set()
         parts = []

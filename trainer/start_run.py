@@ -73,7 +73,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
     if configure_model is not None:
         with run.strategy.init_context():
             configure_model()
-    module.trainer = run.trainer  # also for modules that were just created
+    module.trainer = run.trainer  # again, for modules that these hooks created
     bind_hooks(run)
     run.source.require("train" if request.fn == "fit" else request.fn)
     checkpoint = read_checkpoint(run, request, path)
@@ -100,7 +100,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
 
 
 def synchronize_layers(run: Run) -> None:
-    """If the Trainer has a LayerSync, let it change the module's layers until the fit ends."""
+    """If the Trainer has a LayerSync, let it change the module's layers; the end of the run reverts the change."""
     plugin, module = run.trainer.layer_sync, run.module
     if plugin is not None and run.strategy.num_data_ranks > 1:
         changed = plugin.apply(module)

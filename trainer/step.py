@@ -72,7 +72,7 @@ class TrainStep(ManualStep):
         optimizer: the fit's only optimizer, or a :class:`.JointOptimizer` that combines all of them.
         share: weight of the epoch's last batch if ranks have different numbers of samples in it.
         sync: tells the strategy whether the next backward averages gradients across ranks; None if every backward does.
-        scales: whether fp16 scales the losses, so that gradients are unscaled before each step.
+        scales: whether fp16 scales the losses; if so, gradients are unscaled before each step.
         clip: clips an optimizer's gradients; None if they are not clipped.
         take: steps an optimizer; returns False if the step was skipped.
         clear: clears an optimizer's gradients.
@@ -241,7 +241,7 @@ class ClosureStep(TrainStep):
         if self.sync is not None:
             self.sync(True)
         evaluated: list[Any] = []
-        # If all ranks skip the same batches, they agree on that in `forward`, so it runs before the optimizer.
+        # If all ranks skip the same batches, they agree on that in `forward`, which must run before the optimizer.
         first = [self.forward(batch, batch_idx)] if self.losses.together else []
         if first and first[0] is None:  # no loss, no step
             return self.skip()

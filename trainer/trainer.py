@@ -252,13 +252,13 @@ class Trainer:
         self.callbacks: list[Callback] = choose_callbacks(callbacks, max_time, grace_seconds, self)
         #: The path that was assigned to `trainer.ckpt_path`; every entry point loads it until it is cleared.
         self.asked_ckpt_path: Any = None
-        #: The last module with callbacks of its own, the Trainer's callbacks that they replaced, and its callbacks.
+        #: The last module that added callbacks, the Trainer's callbacks that these replaced, and the added callbacks.
         self.brought_callbacks: tuple[TrainingModule, list[Callback], list[Callback]] | None = None
         self.state = RunState()
         self.current_run = Run(self)
 
     def _place(self, plugins: Plugins, *where: Any) -> None:
-        """Choose the strategy for the device arguments in ``where``, and the parts that plugins replace."""
+        """Choose the strategy for the device arguments in ``where``, and use the parts that ``plugins`` contains."""
         self.strategy = choose_strategy(*where, plugins=plugins.precision, environment=plugins.environment)
         #: What makes layers use the batches of all processes, besides ``sync_batchnorm``; or None.
         self.layer_sync = plugins.layer_sync
@@ -302,10 +302,10 @@ class Trainer:
                 same way.
             datamodule: a DataModule to use instead of loaders.
             ckpt_path: resume from this checkpoint, a path or a URL. ``"last"`` resumes from the newest valid checkpoint
-                in the folders of this run and of earlier starts of the same command; if there is none, it warns and
-                starts fresh. ``"auto"`` does the same without the warning, for a command that may be starting for the
-                first time. ``"best"`` resumes from the best checkpoint of the previous run. None starts fresh (or means
-                ``"auto"`` in a job that SLURM requeued).
+                in the folders of this run and of earlier starts of the same command; if there is none, the fit
+                warns and starts fresh. ``"auto"`` does the same without the warning, for a command that may be starting
+                for the first time. ``"best"`` resumes from the best checkpoint of the previous run. None starts fresh
+                or, in a job that SLURM requeued, means ``"auto"``.
             weights_only: if False, also load pickled objects, which can run code that the file specifies.
             restore: which parts of ``ckpt_path`` to restore. With all of them, the default, the fit continues bit for
                 bit as the saved run would have. ``"model"`` restores the weights and the DataModule's state.
@@ -479,7 +479,7 @@ class Trainer:
 
     def __copy__(self) -> Trainer:
         double = object.__new__(type(self))
-        vars(double).update(vars(self))  # it shares the run, of which a pickled Trainer has a copy
+        vars(double).update(vars(self))  # both share the run; a pickled Trainer has a copy of it
         return double
 
     def _begin(self, request: Request) -> Callable[[], Any]:
@@ -805,9 +805,9 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps in the fit, for schedules that need the total. Reading it creates the loader.
+        """The number of optimizer steps in the fit, for schedules that need the total. Reading this creates the loader.
 
-        If the loader has no length or the epochs are not limited, it is ``max_steps``, or inf without ``max_steps``.
+        If the loader has no length or the epochs are not limited, this is ``max_steps``, or inf without ``max_steps``.
         """
         if self.max_epochs in (None, -1) or self.max_steps == 0:
             return math.inf if self.max_steps == -1 else self.max_steps

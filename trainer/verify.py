@@ -37,7 +37,7 @@ class Verdict:
     Attributes:
         error: the largest error of any parameter after the last step, relative to training in float64, as a fraction
             of the parameter's largest norm so far.
-        one_process: the same error for one process in the requested precision, which is due to rounding alone.
+        one_process: the same error for one process in the requested precision; rounding is its only cause.
         step: the first step after which a parameter differs, where 0 is the start; None if no parameter differs.
         parameter: the name of the first parameter that differs; empty if none does.
         failure: the error that ended the run, or an empty string.
@@ -159,7 +159,7 @@ def _run(
     if isinstance(recorder, _Compared) and len(recorder.errors) < 2:
         raise RuntimeError(
             f"{strategy!r} ran no optimizer step, so there is nothing to compare. Check that training_step returns a "
-            "loss and that no argument prevents training."
+            "loss, and that no Trainer argument passed to verify switches training off, as limit_train_batches=0 does."
         )
 
 
@@ -216,7 +216,7 @@ def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
     if rest:
         raise ValueError(
             f"verify splits every batch across {count} processes, but the size of one batch is {len(tensor)}. Choose a "
-            f"batch_size divisible by {count}, and drop_last=True."
+            f"batch_size divisible by {count}, and set drop_last=True."
         )
     return tensor[rank * size : (rank + 1) * size]
 

@@ -139,7 +139,7 @@ def trial_in_run(run: Run, change: Change | None = None) -> Iterator[Run]:
     own.trainer.callbacks = []
     own.model, own.datamodule = run.model, datamodule
     own.lr_scheduler_configs, own.optimizers = run.lr_scheduler_configs, run.optimizers
-    own.metrics = MetricStore(own.state, Strategy(), None)  # of one process: no rank waits for one that fails
+    own.metrics = MetricStore(own.state, Strategy(), None)  # reduces nothing, so no rank waits for one that fails
     state = own.state
     state.begin(run.state.fn or "fit")
     state.pending, state.window, state.next_batch, state.batch_idx = Pending.NOTHING, 0, 0, -1

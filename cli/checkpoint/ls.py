@@ -12,7 +12,7 @@ from ...report.text_table import fitted
 from .select import FoundCheckpoint, checkpoints
 
 _HEADINGS = ("name", "save", "epoch", "step", "score", "kind", "ranks", "size", "written", "state")
-#: Columns that wrap. Names do so only if leaving other columns out is not enough.
+#: Columns that wrap. Names wrap only if leaving out other columns does not make enough room.
 _WRAP = ("name", "state")
 _LEFT_OUT = ("save", "ranks", "kind", "epoch", "written", "size")
 

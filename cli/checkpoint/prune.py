@@ -1,4 +1,4 @@
-"""``paceline checkpoint prune``: delete all checkpoints but the newest and the best."""
+"""``paceline checkpoint prune``: delete all checkpoints except the newest and the best."""
 
 from __future__ import annotations
 

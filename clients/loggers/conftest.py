@@ -15,7 +15,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize ``how`` a run ends. ClearML never continues a task, and its own processes do not survive a fork."""
+    """Parametrize ``how``, the way in which a run ends.
+
+    ClearML runs are not killed, because ClearML never continues a task and its own processes do not survive a fork.
+    """
     if "how" in metafunc.fixturenames:
         ways = [metafunc.module.fail, metafunc.module.kill]
         metafunc.parametrize("how", ways[:1] if metafunc.config.getoption("--service") == "clearml" else ways)

@@ -40,7 +40,7 @@ SHORT = {
     "Python Software Foundation License": "PSF-2.0",
     "ISC License (ISCL)": "ISC",
 }
-#: What drives a real TPU. TorchTPU installs it; clients/tpu, which runs on a CPU, does without.
+#: The driver of a real TPU. TorchTPU installs it, but clients/tpu runs on a CPU and does not need it.
 LIBTPU = "libtpu==0.0.52"
 HEAD = """# Licenses
 

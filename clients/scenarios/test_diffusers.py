@@ -1,4 +1,4 @@
-"""diffusers: a training script for images, written like the library's examples."""
+"""diffusers: a script that trains a network on images, written like the library's examples."""
 
 from __future__ import annotations
 

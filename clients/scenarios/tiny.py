@@ -34,7 +34,7 @@ def language_model() -> Any:
 
 
 def encoder(folder: Path) -> Any:
-    """Return a sentence encoder: a BERT model with one layer, and the mean over its tokens."""
+    """Return a sentence encoder: a BERT model with one layer, followed by the mean of the token embeddings."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
 

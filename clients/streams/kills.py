@@ -1,4 +1,4 @@
-"""Kill runs that read a stream in the middle of an epoch, resume them, and count the samples.
+"""Kill runs in the middle of an epoch while they read a stream, resume them, and count the samples.
 
     python kills.py --package datasets       prints a JSON line for each cell
 
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from paceline import Accelerator, Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 
-#: Number of epochs, and of batches between checkpoints. A checkpoint is inside a shard on every rank, even with two.
+#: Number of epochs, and of batches between checkpoints. With one or two ranks, each checkpoint is inside a shard.
 EPOCHS, SAVE_EVERY = 3, 11
 #: Index of the epoch and of the batch at which a run is killed.
 KILL_AT = 1, 7
@@ -42,7 +42,7 @@ DISCARDED = "were loaded and discarded"
 
 
 class Cell(NamedTuple):
-    """One cell of the table: how to read the stream, and what to change at the resume."""
+    """One cell of the table: how to read the stream, and what to change when the run resumes."""
 
     form: int
     door: str
@@ -268,7 +268,7 @@ def write(form: Form, data: Path) -> None:
         in_child(partial(form.write, data), data.with_suffix(".txt"))
     if os.waitpid(pid, 0)[1]:
         raise SystemExit(
-            f"{form.package} could not write the samples; see {data.with_suffix('.txt')} (--folder keeps it)."
+            f"{form.package} could not write the samples; see {data.with_suffix('.txt')} (pass --folder to keep it)."
         )
 
 
@@ -285,7 +285,7 @@ def main() -> None:
     """Run the requested cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", required=True)
-    parser.add_argument("--form", type=int, help="index in FORMS of the only form to run")
+    parser.add_argument("--form", type=int, help="run only the form with this index in FORMS")
     parser.add_argument("--door", choices=list(DOORS))
     parser.add_argument("--workers", type=int)
     parser.add_argument("--worlds", help="number of ranks before and after the kill, for example 2-1")

@@ -1,7 +1,7 @@
 """Kill and resume runs that read streams of other packages, and check the table of docs/checkpoints.md.
 
     make streams                              all packages, about twenty minutes
-    make streams STREAMS="--only litdata"     one; the environment stays in .streams
+    make streams STREAMS="--only litdata"     only one; the environment stays in .streams
 
 The environment sees the packages of .venv and has, on top of them, exactly what ``lock.txt`` lists. ``kills.py`` runs
 the cells, ``sources.py`` has the data and the loaders.
@@ -48,7 +48,7 @@ def word(cell: dict[str, Any]) -> str:
     """Return a few words that describe how a cell ended."""
     result = cell["result"]
     again = ", reads again" if cell["read_again"] else ""
-    if result.startswith("same"):  # anything after it was lost even without a kill
+    if result.startswith("same"):  # the rest counts samples that are lost even without a kill
         return f"exact{again}"
     if result == "each once":
         return f"each once{again}"
@@ -104,7 +104,9 @@ def main() -> None:
         print(line)
         changed |= line not in documented
     if changed or not rows:
-        raise SystemExit("These rows are not those of docs/checkpoints.md.")
+        raise SystemExit(
+            "These rows differ from the table in docs/checkpoints.md. Find the cause, or update the table."
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Run the device tests on a TPU that XLA emulates on the CPU: one device, and no meaningful speed.
+"""Run the device tests on one TPU, which XLA emulates on the CPU. Its speed means nothing.
 
     make tpu                                     half a minute, plus two minutes for the first installation (0.8 GB)
     make tpu TPU="-k resumed -x"                 some of the tests, with pytest's options
 
 The environment, .tpu, shares the packages of .venv. It adds TorchTPU and the plugin that runs XLA's programs on the
-CPU, both pinned by hash, and a small C library that is compiled here (see plugin.c), which requires a C compiler.
+CPU, both pinned by hash, and a small C library (plugin.c). The library is compiled here, which requires a C compiler.
 """
 
 from __future__ import annotations

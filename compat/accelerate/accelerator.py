@@ -121,8 +121,8 @@ class Accelerator(accelerator.Accelerator):
         multiplied = world > 1 and self.step_scheduler_with_optimizer and not config.split_batches
         if multiplied and self._deepspeed is None and self.prepared.schedulers and self.scheduler_steps != "per_sample":
             messages.info_once(
-                f"Prepared schedules advance once per update. Accelerate advances them {world} times, once for each "
-                "process. If the script multiplies the length of its schedule by the number of processes, set "
+                f"Prepared schedules advance once per update. Accelerate advances them {world} times per update, once "
+                "for each process. If the script multiplies the length of its schedule by the number of processes, set "
                 "PACELINE_SCHEDULER_STEPS=per_sample.",
                 key="schedules advance once",
             )
@@ -144,7 +144,7 @@ class Accelerator(accelerator.Accelerator):
         return super().reduce(tensor, reduction)
 
     def backward(self, loss: Tensor, num_items: Any = None, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
-        """Like ``paceline.Accelerator.backward``; ``scale_wrt_gas=False`` adds up the losses of a window."""
+        """Like ``paceline.Accelerator.backward``; with ``scale_wrt_gas=False``, a window's losses are not averaged."""
         if not scale_wrt_gas:
             loss = loss * self.gradient_accumulation_steps
         super().backward(loss, num_items, **kwargs)

@@ -42,9 +42,9 @@ def set_module_tensor_to_device(
 ) -> None:
     """Move the parameter or buffer named ``tensor_name`` to a device, and set its value and dtype if they are given.
 
-    The weight of a bitsandbytes layer is quantized unless it already is; if it is, ``fp16_statistics`` are the scales
-    of 8-bit weights. With ``clear_cache``, the memory of replaced values is returned to the device. ``tied_params_map``
-    has no effect.
+    The ``value`` for the weight of a bitsandbytes layer is quantized, unless it already is. If it is an 8-bit weight,
+    pass its scales as ``fp16_statistics``. With ``clear_cache``, the memory of replaced values is returned to the
+    device. ``tied_params_map`` has no effect.
     """
     _tell_ties("set_module_tensor_to_device", tied_params_map)
     moves = _set_tensor(module, tensor_name, device, value, dtype, fp16_statistics, non_blocking)

@@ -315,7 +315,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             split: whether processes share batches.
 
         Raises:
-            ValueError: the configuration has another number of micro-batches.
+            ValueError: if the configuration has a different number of micro-batches.
         """
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size]
         sizes = [int(one.batch_size or 0) // (world if split else 1) for one in loaders]
@@ -324,8 +324,9 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         if found != steps:
             raise ValueError(
                 f"The DeepSpeed configuration has gradient_accumulation_steps={found!r}, but the Accelerator has "
-                f"{steps}, as if the program counted micro-batches itself (transformers.Trainer does). DeepSpeed would "
-                "lose all but the last one's gradients. Use gradient_accumulation_steps=1 with larger batches, or FSDP."
+                f"{steps}, probably because the program counts micro-batches itself, as transformers.Trainer does. "
+                "DeepSpeed would lose the gradients of all micro-batches but the last. Use "
+                "gradient_accumulation_steps=1 with larger batches, or FSDP."
             )
         self._replace({_SHOWN["zero3_save_16bit_model"]: False})
         if sizes:
@@ -368,7 +369,7 @@ def _buckets(config: Any) -> dict[str, int]:
 
 
 def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any]:
-    """Return the schedule's values for a DeepSpeed file. Scripts count its steps before loaders are sharded."""
+    """Return the schedule's values for a DeepSpeed file. Scripts count steps before loaders are sharded."""
     own, total = schedule.optimizer, schedule.total_num_steps
     return {
         "warmup_min_lr": 0,
@@ -405,7 +406,7 @@ class HfDeepSpeedConfig:
     """A DeepSpeed configuration whose values are read by dotted names.
 
     Args:
-        config_file_or_dict: a dict, the path of a JSON file, or JSON, which may be encoded in base64.
+        config_file_or_dict: a dict, the path of a JSON file, or JSON text, which may be encoded in base64.
 
     Attributes:
         given: the configuration as the user passed it.

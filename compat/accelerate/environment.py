@@ -135,7 +135,7 @@ def _purging(function: Any) -> Any:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return the given libraries that have been imported."""
+    """Return those of the given libraries that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 

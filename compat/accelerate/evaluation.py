@@ -1,9 +1,9 @@
 """Handle losses that a loop gathers once per sample, so that their mean is weighted by the number of samples.
 
 Such loops call ``gather_for_metrics(loss.repeat(batch_size))`` with a loss that is the mean over a process's samples.
-``transformers.Trainer`` first gathers the number of items (tokens) in the batch, divides the sum over its own items by
-that number, and multiplies it by the number of processes. The mean of all processes' losses is then the loss of the
-batch, even if the processes have different numbers of samples.
+``transformers.Trainer`` first gathers the number of items (tokens) in the batch. Each process then divides the sum of
+its own items' losses by that number, and multiplies the result by the number of processes. The mean of all processes'
+losses is then the loss of the batch, even if the processes have different numbers of samples.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def _is_repeated(value: Any, size: int) -> bool:
 
 
 def _loss_of_all(value: Any, size: int, samples: int, short: bool, state: GradientState, strategy: Strategy) -> Any:
-    """Return the last batch's loss over all processes if ``value`` repeats this process's part; else ``value``."""
+    """Return the loss of a pass's last batch over all processes.
+
+    If ``value`` is not one loss of this process, repeated, return it unchanged.
+    """
     loader, items = state.counted or (None, None)
     if items is None:
         return value

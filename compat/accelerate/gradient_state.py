@@ -37,6 +37,6 @@ class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
 
 
 def newest_is(state: accumulation.GradientState, replace: bool = True) -> None:
-    """Make ``GradientState()`` return this state; without ``replace``, only if there is no Accelerator's state yet."""
+    """Make ``GradientState()`` return this state; without ``replace``, only if no Accelerator provides one yet."""
     if replace or _OfTheLast.last is None or _OfTheLast.last() is None:
         _OfTheLast.last = weakref.ref(state)

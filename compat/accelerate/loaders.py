@@ -174,8 +174,8 @@ class DataLoaderShard(PreparedLoader):
             )
         if steps > 1 and sum(one.count > 0 for one in state.windows.values()) > 1:
             _tell(
-                "Each argument of accumulate has its own accumulation window. Accelerate counts all accumulate "
-                "blocks in one window.",
+                "Each argument of accumulate has its own accumulation window, whereas in Accelerate, all accumulate "
+                "blocks count toward the same window.",
                 key="several windows",
             )
         if world > 1 and self.remainder > 0:

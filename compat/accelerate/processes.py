@@ -20,7 +20,7 @@ def _strategy() -> Strategy:
 
 
 class _OtherProcess(Strategy):
-    """Represents another process, which need not exist, to select the part of the data that a loader reads."""
+    """Stands for a process, which need not exist, whose part of the data a loader reads."""
 
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
         super().__init__(device)

@@ -291,7 +291,7 @@ class RegressionModel(nn.Module):
         self.double_output = double_output
 
     def forward(self, x: Any = None) -> Any:
-        """Return the line's values, twice with ``double_output``."""
+        """Return the line's values; with ``double_output``, return them twice."""
         y = x * self.a + self.b
         return (y, y) if self.double_output else y
 

@@ -1,4 +1,4 @@
-"""Add the behavior that programs written for Lightning expect to Paceline's classes."""
+"""Give Paceline's classes the behavior that programs written for Lightning expect."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def _translate_errors() -> None:
                 also = (ValueError,) if method in ("log", "log_dict") else ()  # Paceline raises a TypeError here
                 setattr(owner, method, translated(function, *also))
                 if method == "__init__":
-                    with suppress(NameError):  # for a type that only type checkers import
+                    with suppress(NameError):  # raised for a type that only type checkers import
                         inspect.unwrap(function).__annotations__ = get_type_hints(function)
 
 
@@ -424,7 +424,11 @@ def _then_saving(log: Callable[..., None]) -> Callable[..., None]:
 
 
 def _x_axis(state: Any, updates: int) -> int:
-    """Return the index of the latest update in a fit, or of the next one in a validation between two updates."""
+    """Return the step at which Lightning logs values.
+
+    In a fit, this is the index of the latest update. Outside a fit, and in a validation inside an accumulation window,
+    it is the index of the next update.
+    """
     between = state.window and state.stage != "train"
     return updates if between or state.fn != "fit" else max(updates - 1, 0)
 
@@ -448,7 +452,7 @@ def _clear(step: Any) -> None:
 
 
 def _count_without_loss(step: Any) -> dict[str, Any]:
-    """Count a batch whose ``training_step`` returned None in the window, without gradients."""
+    """Count a batch toward the window although its ``training_step`` returned None; it adds no gradients."""
     state = step.state
     if not state.window:
         _clear(step)

@@ -45,7 +45,7 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap ModelCheckpoint's ``state_dict`` to contain absolute paths and their folder."""
+    """Wrap ModelCheckpoint's ``state_dict`` to return absolute paths and their folder."""
 
     def collect(callback: Any) -> dict[str, Any]:
         state = state_dict(callback) | {"dirpath": callback.dirpath}
@@ -57,7 +57,7 @@ def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable
 
 
 def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Wrap ``_monitor_has_value`` to warn, and not raise, if a fit without validation never logs the metric.
+    """Wrap ``_monitor_has_value`` to only warn if a fit without validation never logs the metric.
 
     With ``fast_dev_run``, nothing is reported.
     """
@@ -71,7 +71,7 @@ def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callabl
             if trainer.enable_validation:
                 raise
             messages.warn_once(
-                f"{error} No checkpoint is ranked by it, so there is no best checkpoint.",
+                f"{error} Checkpoints are not ranked, so there is no best checkpoint.",
                 key=f"ModelCheckpoint {callback.monitor}",
             )
             return False

@@ -1,4 +1,4 @@
-"""Handle a file from an earlier run of the same version as Lightning's CSVLogger does."""
+"""Delete the file of an earlier run if its version is used again, as Lightning's CSVLogger does."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Fabric:
             return launcher(begin, self, function, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program; override this method. A call starts the processes first."""
+        """Override this method with the program to run. Calling it starts the processes first."""
 
     def _launch_and_run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._launch(_run, run, args, kwargs)
@@ -300,7 +300,7 @@ class Fabric:
         if (clip_val is None) is (max_norm is None):
             raise ValueError(
                 f"fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}) needs exactly one of the two "
-                "arguments. Pass clip_val to clip each value, or max_norm to clip their total norm."
+                "arguments. Pass clip_val to limit each gradient value, or max_norm to limit the total norm."
             )
         accelerator = self.accelerator_of_loop
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -376,7 +376,7 @@ class Fabric:
         return move(pytree.tree_map_only((int, float), torch.tensor, data), self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Context manager whose body rank 0 (on each machine if ``local``) runs before the other ranks."""
+        """Context manager whose body runs on rank 0 first, or with ``local``, on each machine's rank 0 first."""
         accelerator = self.accelerator_of_loop
         return accelerator.local_main_process_first() if local else accelerator.main_process_first()
 
@@ -429,7 +429,7 @@ class Fabric:
             state: modules, optimizers and other values, by the names they were saved under. Values without
                 ``load_state_dict`` are replaced in this dict. If None, the file is only read.
             strict: whether to require that the file contains everything in ``state``, with the same keys.
-            weights_only: if False, also load objects that are not plain data, which can run code named in the file.
+            weights_only: if False, also load objects that are not plain data; this can run code that the file names.
 
         Returns:
             The file's entries that are not in ``state``.

@@ -54,7 +54,7 @@ class FabricModule(nn.Module):
         return precision.convert_output(call(*args, **kwargs))
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Make calls to one of the module's methods run through the strategy and its precision, like forward."""
+        """Mark a method of the module, so that calls to it run through the strategy and its precision, like forward."""
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
             raise ValueError(

@@ -67,7 +67,7 @@ def loading_as_lightning(call: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_built_in(owner: Any, name: str) -> bool:
-    """Return True if Paceline defines the hook, or a hook that it overrides."""
+    """Return True if the hook, or a hook that it overrides, is defined in Paceline."""
     return any(
         name in vars(kind) and kind.__module__.startswith("paceline.")
         for kind in type(owner).__mro__

@@ -259,7 +259,7 @@ def convert_inf(x: float | None) -> float | None:
 
 
 def multiplicative(epoch: int) -> float:
-    """Return the factor that ``BackboneFinetuning`` multiplies the backbone's learning rate by in each epoch."""
+    """Return the factor by which ``BackboneFinetuning`` multiplies the backbone's learning rate in each epoch."""
     return 2.0
 
 
@@ -332,7 +332,7 @@ def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = No
 
 
 def convert_to_tensors(data: Any, device: torch.device | str) -> Any:
-    """Convert numbers and numpy arrays to tensors on ``device``, in nested dicts, lists and tuples; move tensors."""
+    """Convert the numbers and arrays in nested dicts, lists and tuples to tensors; move all tensors to ``device``."""
     if isinstance(data, Mapping):
         return {name: convert_to_tensors(value, device) for name, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):

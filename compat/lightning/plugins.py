@@ -163,7 +163,7 @@ def restoring_optimizers(restore: Callable[..., None]) -> Callable[..., None]:
 
 
 def copying(save: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``AsyncCheckpointIO.save_checkpoint`` to copy the tensors first if a program calls it itself."""
+    """Wrap ``AsyncCheckpointIO.save_checkpoint`` to copy the tensors first if the Trainer is not the caller."""
 
     @functools.wraps(save)
     def call(io: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -47,7 +47,7 @@ def is_logger(value: Any) -> bool:
 
 
 def complete_mocks(callbacks: list[Any]) -> None:
-    """Add the attributes that Paceline needs but Lightning does not have to every ``Mock(spec=Callback)``."""
+    """Give every ``Mock(spec=Callback)`` the attributes that Paceline's callbacks have, but Lightning's do not."""
     mock = sys.modules.get("unittest.mock")
     if mock is None:
         return

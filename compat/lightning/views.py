@@ -91,7 +91,7 @@ class Progress:
 
     @property
     def total(self) -> Progress:
-        """The counts in all runs, which are the same because a resumed run continues its counters."""
+        """The counts in all runs; equal to :attr:`current`, because a resumed run continues its counters."""
         return self
 
     def __repr__(self) -> str:

@@ -225,7 +225,7 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
     """Return the ZeRO stage to use: the configuration's, or else the argument.
 
     Raises:
-        ValueError: the stage is not 1, 2 or 3, or it does not support another setting.
+        ValueError: the stage is not 1, 2 or 3, or does not support one of the other settings.
     """
     zero = config.get("zero_optimization", {})
     chosen = zero.get("stage", stage)

@@ -99,7 +99,10 @@ def offloads(zero: Any) -> bool:
 
 
 def gather(piece: Piece, values: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
-    """Gather every rank's piece of ``values``, laid out like ``piece.flat``, into a tensor of the parameter's shape."""
+    """Gather the ranks' pieces of a parameter into a tensor of the parameter's shape.
+
+    ``values`` contains this rank's piece and has the layout of ``piece.flat``.
+    """
     shape = whole_shape(parameter)
     whole = torch.zeros(shape.numel(), dtype=values.dtype, device=device)
     whole[piece.first : piece.first + piece.numel] = values[piece.start : piece.start + piece.numel].to(device)

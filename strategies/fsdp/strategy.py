@@ -219,7 +219,10 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Context manager for creating layers. Weights loaded into them on the meta device are read after sharding."""
+        """Context manager for creating layers.
+
+        If weights are loaded into layers that are on the meta device, they are read after sharding.
+        """
         with super().init_context(), self._noting():
             yield
 
@@ -319,7 +322,7 @@ class FSDPStrategy(DistributedStrategy):
     def _reshard_root(self) -> bool | None:
         """The root's ``reshard_after_forward``; True with manual optimization.
 
-        None keeps the root unsharded until backward, which needs the root first.
+        None keeps the root unsharded until backward, because backward needs the root first.
         """
         if self._manual:
             return True
@@ -342,9 +345,9 @@ class FSDPStrategy(DistributedStrategy):
         return {parameter for module in self._ignored for parameter in module.parameters()}
 
     def _give_rank_zeros_values(self, part: nn.Module, later: Collection[Tensor] = ()) -> None:
-        """Move the unsharded tensors that have values to the device, and broadcast rank 0's values.
+        """If an unsharded tensor has values, move it to the device and broadcast its values from rank 0.
 
-        Tensors in ``later`` are left out.
+        Parameters in ``later`` are left out.
         """
         tensors = (*(parameter for parameter in part.parameters() if parameter not in later), *part.buffers())
         tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
@@ -442,9 +445,9 @@ class FSDPStrategy(DistributedStrategy):
         if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
             return RuntimeError(
                 "An operation got both a sharded parameter and a plain tensor. The parameters of a module that "
-                "FSDPStrategy wraps are unsharded only while that module's forward runs. Do not use them elsewhere "
-                "(such as self.block.weight), or leave the module out of wrap=...; outside a step, use trainer.predict "
-                "or trainer.strategy.model_state(module)."
+                "FSDPStrategy wraps are unsharded only while that module's forward runs. Either use a parameter such "
+                "as self.block.weight only in the forward of self.block, or exclude the module from wrap=...; outside "
+                "a step, use trainer.predict or trainer.strategy.model_state(module)."
             )
         if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
             return RuntimeError(
@@ -477,7 +480,7 @@ class FSDPStrategy(DistributedStrategy):
         finish_backward(fsdp_state(self._holder))
 
     def _average_ignored(self) -> None:
-        """Average the gradients of the parameters that FSDP ignores if it has reduced the others."""
+        """Average the gradients of ignored parameters, if FSDP has reduced the gradients of the other parameters."""
         if self._synced and self.world_size > 1:
             whole = dict.fromkeys(parameter for module in self._ignored for parameter in module.parameters())
             sharded_tensors.average_gradients([p for p in whole if p.requires_grad], self._mesh())
@@ -545,7 +548,7 @@ class FSDPStrategy(DistributedStrategy):
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._abandoned and self.world_size > 1:
             raise RuntimeError(
-                "The state cannot be saved after an error, because it is sharded and processes that did not fail may "
+                "The state cannot be saved after an error, because it is sharded and processes that did not fail might "
                 "not take part. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose less work."
             )
         if self._in_parts:
@@ -589,7 +592,7 @@ class FSDPStrategy(DistributedStrategy):
 class _Holder(nn.Module):
     """The root module to shard. Its forward runs a step of the user's module, whose class does not change.
 
-    ``fully_shard`` replaces the methods that do nothing.
+    ``fully_shard`` replaces those methods that do nothing here.
     """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:

@@ -23,7 +23,7 @@ def check_ignored(ignored: Iterable[nn.Module] | str | None) -> tuple[nn.Module,
 
     Raises:
         ValueError: the regular expression is not valid.
-        TypeError: ``ignored`` is neither of the two.
+        TypeError: ``ignored`` is neither a list of modules nor a regular expression.
     """
     if not ignored:
         return None
@@ -32,8 +32,8 @@ def check_ignored(ignored: Iterable[nn.Module] | str | None) -> tuple[nn.Module,
             re.compile(ignored)
         except re.error as error:
             raise ValueError(
-                f"FSDPStrategy: ignored_modules={ignored!r} is not a valid regular expression: {error}. Pass an "
-                "expression that matches full module names, such as 'encoder|.*[.]head', or a list of modules."
+                f"FSDPStrategy: ignored_modules={ignored!r} is not a valid regular expression: {error}. Pass a "
+                "list of modules, or an expression that matches full module names, such as 'encoder|.*[.]head'."
             ) from error
         return ignored
     found = () if isinstance(ignored, nn.Module) or not isinstance(ignored, Iterable) else tuple(ignored)
@@ -106,8 +106,8 @@ def find_modules(
     """Return the modules inside ``root``, without ``root`` itself, that a policy selects.
 
     The policy is one or more classes or class names, ``f(name, module)`` or, if ``smallest`` is True, a minimum
-    number of parameters. ``argument`` is the name of the policy's argument, for error messages. Modules that have only
-    parameters in ``whole`` are left out.
+    number of parameters. ``argument`` is the name of the policy's argument, for error messages. Modules whose
+    parameters are all in ``whole`` are left out.
     """
     candidates = {
         name: module

@@ -19,7 +19,7 @@ class SplitBatches(SplitSequences):
     """Cuts batches in the loader, and lets attention cover all parts in forward passes that get a part.
 
     Dimension 1 of every tensor of a batch is the sequence. ``shift_labels``, the next token at each position, replaces
-    ``labels``, because the next token of a part's last token is in the next part.
+    ``labels``, because the token that follows a part's last token is in the next part.
     """
 
     def bind(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ class SplitBatches(SplitSequences):
         """Return this process's part of a batch.
 
         Raises:
-            ValueError: the batch has no ``input_ids`` and ``position_ids``, or its sequences cannot be split evenly.
+            ValueError: the batch lacks ``input_ids`` or ``position_ids``, or its sequences cannot be split evenly.
         """
         names = list(batch) if isinstance(batch, Mapping) else []
         if "input_ids" not in names or "position_ids" not in names:

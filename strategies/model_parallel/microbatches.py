@@ -18,13 +18,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     """Split a batch along the first dimension of its tensors.
 
-    Tensors whose first dimension has a different size than the batch's first tensor are not split; every micro-batch
-    gets the full tensor. Lists with one value per sample (a string, a number) are split like tensors.
+    Tensors whose first dimension has a different size than that of the batch's first tensor are not split; every
+    micro-batch gets them in full. Lists with one value per sample (a string, a number) are split like tensors.
 
     Args:
         batch: tensors in tuples, lists, mappings or dataclasses.
         count: number of micro-batches, at most one per sample. If the samples cannot be distributed evenly,
-            the first micro-batches get one more sample.
+            each of the first micro-batches gets one more sample than the others.
 
     Returns:
         The micro-batches, and the number of samples in each.

@@ -175,7 +175,7 @@ class Pipeline:
         return lambda batch, *more: self._run(step, logs, batch, more, training)
 
     def _refuse_compiled(self) -> None:
-        """Raise if a network is compiled, because it would not call its blocks and could not be split between them."""
+        """Raise if a network that contains blocks is compiled, because a compiled network cannot be split."""
         stages = self.held.stages
         around = {name.rpartition(".")[0] for name in stages.names}
         around |= {outer[:end] for outer in around for end, sign in enumerate(outer) if sign == "."} | {""}

@@ -106,9 +106,10 @@ class Call:
 class MicrobatchSchedule:
     """Runs ``count`` micro-batches that have the same tensor shapes and dtypes (the same form).
 
-    When created, it finds the forms of the tensors that are sent between stages: each stage runs the first micro-batch
-    up to its exit, without the values from earlier stages, and sends the forms to the next stage. ``passages`` contains
-    the properties of each stage that are already known for micro-batches of this form.
+    When created, it finds the forms of the tensors that are sent between stages. Each stage runs the first micro-batch
+    up to the next stage's first block, with zeros in place of the values from earlier stages, and sends the forms of
+    that block's arguments to the next stage. ``passages`` contains what is already known about each stage for
+    micro-batches of this form.
     """
 
     def __init__(
@@ -202,8 +203,8 @@ class MicrobatchSchedule:
         name = self.stages.names[self.stages.range(stage).start]
         return RuntimeError(
             f"Pipeline stage {stage}, which begins with {name}, needs the value of a tensor that an earlier stage "
-            f"computes, but that is not an argument of {name} (such as a skip connection, a weight of another stage, "
-            "or a Python number read from an earlier tensor). Pass the tensor through the blocks' arguments, or use "
+            f"computes, but that is not an argument of {name}. It may be a skip connection, a weight of another stage, "
+            "or a Python number read from an earlier tensor. Pass the tensor through the blocks' arguments, or use "
             "split_points to split the model elsewhere."
         )
 

@@ -269,7 +269,7 @@ class StageRun:
 
 
 class StageExit(BaseException):
-    """Raised when a run reaches its stage's exit. It is not an error, so ``except Exception`` must not catch it.
+    """Raised to end a run at a stage's boundary. It is not an error, so ``except Exception`` must not catch it.
 
     Args:
         count: number of leaves in the block's arguments.
@@ -433,7 +433,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     if nested:
         raise ValueError(
             f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so the model cannot be split "
-            "there. Choose names so that none is inside a sibling of another one."
+            "there. No split point may be inside another one or inside a sibling of another one."
         )
     starts = [0, *(names.index(name) for name in split_points)]
     if starts != sorted(set(starts)):

@@ -61,12 +61,13 @@ class PipelineSteps(Base):
         if self.asked["cp"] != 1:
             raise ValueError(
                 f"ModelParallelStrategy(context_parallel={self.asked['cp']}, pipeline_parallel={self.asked['pp']}): "
-                "sequences cannot be split across pipeline stages. Use only one of the two."
+                "a pipeline cannot run on split sequences. Use only one of the two."
             )
         if self.loss_parallel:
             raise ValueError(
                 "ModelParallelStrategy: loss_parallel=True does not work with pipeline_parallel, because the "
-                "pipeline's schedule runs backward and does not support split logits. Leave loss_parallel out."
+                "pipeline's schedule runs the backward pass itself and does not support split logits. Leave "
+                "loss_parallel out."
             )
         self._fill_replicas = self.asked["dp_shard"] == "auto" and self.asked["dp_replicate"] == 1
         self.asked["dp_shard"] = 1

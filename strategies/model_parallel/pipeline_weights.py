@@ -134,7 +134,8 @@ class Weights:
     def _sum_across(self, users: tuple[int, ...], flat: Tensor) -> None:
         """Sum a tensor in place across some of the pipeline's processes.
 
-        This avoids a separate process group, which all processes, including other pipelines, would have to create.
+        This avoids a separate process group, which all processes would have to create, including those of other
+        pipelines.
         """
         group = self.pipeline.group
         if len(users) == self.pipeline.size:
@@ -153,7 +154,7 @@ class Weights:
             dist.recv(flat, first, group=group)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip the norm across all stages, including shared weights once; return the norm before clipping, shape ()."""
+        """Clip the norm across all stages, counting each shared weight once; return the original norm, shape ()."""
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         sharded_tensors.settle(parameters)
         named = {id(parameter): name for name, parameter in self._named.items()}

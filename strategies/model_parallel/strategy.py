@@ -62,8 +62,8 @@ class ModelParallelStrategy(FSDPStrategy):
         pipeline_parallel: number of process groups that hold successive layers.
         context_parallel: number of processes to split each sequence across.
         plan: how layers are split: a mapping from patterns of layer names (``"net.blocks.*.attn.q"``) to ``"colwise"``,
-            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` finds attention
-            layers with separate q, k and v and pairs of linear layers by their names and shapes. Each process then
+            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` finds pairs of
+            linear layers, and attention layers with separate q, k and v, by their names and shapes. Each process then
             computes some of an attention layer's heads: attributes such as ``num_heads`` are divided, and ``forward``
             must not hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
         loss_parallel: also split the layer that computes the logits, by classes, so that no process holds all logits.

@@ -1,8 +1,9 @@
-"""Split layers across processes, by a user's plan or automatically. A linear layer can be split in two ways.
+"""Split layers across processes, by a user's plan or automatically.
 
-Two linear layers are split together if the operations between them treat each feature, or each attention head,
-independently: the first layer by its outputs, the second by its inputs. Such a pair needs one sum across processes in
-forward and one in backward (Shoeybi et al., Megatron-LM, 2019).
+A linear layer can be split by its outputs or by its inputs. Two linear layers are split together if the
+operations between them treat each feature, or each attention head, independently: the first layer by its outputs, the
+second by its inputs. Such a pair needs one sum across processes in forward and one in backward (Shoeybi et al.,
+Megatron-LM, 2019).
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Splitter:
             return
         raise ValueError(
             f"The output of {type(network).__name__} ({name}) changes when its layers are split across "
-            f"tensor_parallel={self.mesh.size()} processes, because an operation between them needs all features at "
-            "once (such as a softmax or a normalization). Pass a plan without this network: plan={'...': 'colwise', "
+            f"tensor_parallel={self.mesh.size()} processes, because an operation between them, such as a softmax or a "
+            "normalization, needs all features at once. Pass a plan without this network: plan={'...': 'colwise', "
             "...}."
         )
 
@@ -210,7 +211,7 @@ def _tell(styles: dict[str, Any], found: SplittableLayers, fewer: dict[str, str]
 class SplitLoss(TorchFunctionMode):
     """Context manager in which ``cross_entropy`` does not gather logits that are split by classes.
 
-    It returns a plain tensor, the same on every process. Its backward must also run in ``loss_parallel()``.
+    The loss is a plain tensor, the same on every process. Its backward pass must also run in ``loss_parallel()``.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -157,7 +157,7 @@ def _shared_weights(module: nn.Module) -> set[int]:
 
 
 def _layers(owner: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers among a module's children, or at the start of a child Sequential or ModuleList."""
+    """Return the linear layers among a module's children, and those at known places inside its children."""
     found = {}
     for key, child in owner.named_children():
         if _linear(child):

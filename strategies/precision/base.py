@@ -51,7 +51,7 @@ def _is_users(cls: type, name: str) -> bool:
 
 
 def _taking_model(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an ``optimizer_step`` with Lightning's arguments to be called without the module, and without a closure."""
+    """Wrap an ``optimizer_step`` that has Lightning's arguments, so that the module and the closure can be left out."""
 
     @functools.wraps(method)
     def step(precision: Precision, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
@@ -64,7 +64,7 @@ def _taking_model(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nothing() -> None:
-    """Stand for the closure of a step in manual optimization."""
+    """Stand in for the closure of a step in manual optimization."""
 
 
 class Precision:
@@ -73,21 +73,21 @@ class Precision:
     :meth:`bind_forward` is called once, when a run starts, and returns the step unchanged if it needs no context.
 
     Your subclass may override any method. The Trainer calls its :meth:`convert_input` with each batch before the
-    batch is moved, runs each step in its :meth:`train_step_context`, :meth:`val_step_context` and so on, which are its
-    :meth:`forward_context` by default, and clips through its :meth:`clip_gradients`. Its backward passes run through
-    :meth:`pre_backward`, :meth:`backward` and :meth:`post_backward`. These methods, :meth:`connect` and
-    :meth:`optimizer_step` may have the arguments that they have in Lightning.
+    batch is moved, and runs each step in the matching context: :meth:`train_step_context`, :meth:`val_step_context` and
+    so on, which return its :meth:`forward_context` by default. Backward passes run through :meth:`pre_backward`,
+    :meth:`backward` and :meth:`post_backward`, and clipping through :meth:`clip_gradients`. These methods,
+    :meth:`connect` and :meth:`optimizer_step` may have the arguments that they have in Lightning.
     """
 
     #: The methods that this subclass overrides and that are called only if overridden.
     overrides: ClassVar[frozenset[str]] = frozenset()
 
-    #: Whether ``optimizer_step`` is a subclass's with Lightning's arguments, whose closure runs the whole step.
+    #: Whether a subclass's ``optimizer_step`` has Lightning's arguments, with a closure that runs the whole step.
     needs_closure: ClassVar[bool] = False
 
     #: The module of the run, for a subclass's methods; None before the first run.
     model: Any = None
-    #: The step that :meth:`bind_forward` binds next, such as ``"training_step"``; None in door two.
+    #: The step that :meth:`bind_forward` binds next, such as ``"training_step"``; None without a Trainer.
     step_name: str | None = None
     _backward_hooks: tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]] = ((), ())
 
@@ -128,8 +128,8 @@ class Precision:
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
         """Return the module, the optimizers and the schedulers that a run uses.
 
-        Only a subclass's override is called, once when a run starts. It must return the same module, which may be
-        changed.
+        Only a subclass's override is called, once when a run starts. It may change the module in place, but must return
+        that same object.
         """
         return model, optimizers, lr_schedulers
 
@@ -157,7 +157,7 @@ class Precision:
         return STEP_CONTEXTS.get(self.step_name or "", "forward_context")
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which :meth:`bind_forward` runs a step, for forward passes outside a step."""
+        """Return the context for forward passes. :meth:`bind_forward` runs a step in it by default."""
         return nullcontext()
 
     def train_step_context(self) -> AbstractContextManager[Any]:
@@ -284,7 +284,7 @@ class Precision:
 
         Args:
             optimizer: the optimizer.
-            model: the module, which has no effect, or the closure.
+            model: the closure; a module is also accepted and ignored.
             closure: evaluates the loss, or None.
             **arguments: further arguments of ``optimizer.step``.
         """
@@ -303,7 +303,7 @@ class Precision:
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip an optimizer's gradients; a ``clip_val`` of 0 does nothing.
 
-        The Trainer calls it only if a subclass overrides it, or a method that it calls.
+        The Trainer calls this method only if a subclass overrides it or one of the methods that it calls.
         """
         if clip_val <= 0:
             return

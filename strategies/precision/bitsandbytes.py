@@ -47,8 +47,8 @@ class BitsandbytesPrecision(MixedPrecision):
     Requires the package ``bitsandbytes``, and a strategy whose processes hold the whole model: one device or DDP.
 
     Args:
-        mode: ``"nf4"`` or ``"fp4"`` (4 bits), either with the suffix ``"-dq"`` (scales are quantized too), ``"int8"``
-            (8 bits), or ``"int8-training"`` (weights stay in floating point and are trained; only matrix products use 8
+        mode: ``"nf4"`` or ``"fp4"`` (4 bits; with the suffix ``"-dq"``, scales are quantized too), ``"int8"`` (8
+            bits), or ``"int8-training"`` (weights stay in floating point and are trained; only matrix products use 8
             bits).
         dtype: the dtype of computation. None means float32 for ``"int8-training"``, float16 for ``"int8"`` on a GPU and
             for GPUs without bfloat16, and bfloat16 otherwise. With float16, the loss is scaled.

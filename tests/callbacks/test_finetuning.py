@@ -183,7 +183,7 @@ def test_parameters_of_equal_value_are_told_apart_when_they_join_an_optimizer() 
 def test_parameters_that_the_optimizer_holds_are_told_about() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([layer.bias], lr=0.1)
-    with pytest.warns(PacelineWarning, match=r"1 of 2 parameters.*stay in their groups.*requires_grad"):
+    with pytest.warns(PacelineWarning, match=r"1 of the 2 parameters.*stay in their groups.*requires_grad"):
         assert BaseFinetuning.filter_on_optimizer(optimizer, layer.parameters()) == [layer.weight]
 
 
@@ -354,7 +354,7 @@ def test_a_resume_with_another_module_names_the_missing_parameters(tmp_path: Pat
     torch.save(checkpoint, path)
     again = trainer(tmp_path, BackboneFinetuning(unfreeze_backbone_at_epoch=0, train_bn=False), max_epochs=2)
     with (
-        pytest.raises(RuntimeError, match=r"2 parameters that Other does not have \('backbone.0.weight'.*Resume with"),
+        pytest.raises(RuntimeError, match=r"does not have \(2 in total, such as 'backbone.0.weight'.*Resume with"),
         pytest.warns(PacelineWarning),
     ):
         again.fit(Other(), loader(), ckpt_path=path)

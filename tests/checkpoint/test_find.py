@@ -107,9 +107,9 @@ def make_other_zip(path: Path) -> None:
 def test_what_is_passed_over_is_named_with_the_reason(word: str, spoil: Any, why: str, tmp_path: Path):
     run(tmp_path)
     spoil(tmp_path / "epoch=2.ckpt")
-    with pytest.warns(UserWarning, match=rf"'{word}' skipped .*epoch=2\.ckpt \(.*") as said:
+    with pytest.warns(UserWarning, match=rf"'{word}' skips .*epoch=2\.ckpt \(.*") as said:
         assert resumed_from(tmp_path, word) == "epoch=1.ckpt"
-    (text,) = [str(one.message) for one in said if "skipped" in str(one.message)]
+    (text,) = [str(one.message) for one in said if "skips" in str(one.message)]
     assert why in text
 
 

@@ -330,9 +330,8 @@ def test_a_foreign_file_is_refused_with_a_list_and_with_trust_becomes_plain(
     assert f"convert {path} OUT --trust" in told
     assert not out.exists()
     told = said(capsys, "convert", path, out, "--trust")
-    assert re.search(
-        r"Kept as objects, which can be loaded only with weights_only=False: callbacks/Other \(.*dict\)", told
-    )
+    assert "Kept as objects, which can be loaded only with weights_only=False: callbacks/Other (" in told
+    assert "Config)." in told
     plain = read(out)
     hparams = plain["hyper_parameters"]
     assert (hparams["lr"], hparams["model"], hparams["where"]) == (0.1, {"width": 2}, str(tmp_path))

@@ -326,7 +326,7 @@ def test_what_differs_from_accelerate_is_said_once() -> None:
         "Gradients are clipped once, when their accumulation window is complete",
         "optimizer",
         "The last window of a pass has 2 of 3 micro-batches",
-        "last samples (6 of 16) do not fill a batch on each of 2 processes",
+        "The dataset's last samples (6 of 16) do not fill a batch on each of 2 processes",
     ]
     assert even == uneven
     assert others == [[], []]

@@ -58,7 +58,7 @@ def test_the_trainer_says_which_loaders_worker_died_of_what(quiet: dict[str, Any
     trainer = Trainer(**quiet, max_epochs=1)
     at = r" while the run was at \w+(, epoch 0, batch -?\d)?(, step \d)?"
     with pytest.raises(
-        RuntimeError, match=r"(Worker 0 of the 2|A worker) of train_dataloader \(process \d+\) .*" + told.format(at)
+        RuntimeError, match=r"(Worker 0 \(of 2\)|A worker) of train_dataloader \(process \d+\) .*" + told.format(at)
     ) as raised:
         trainer.fit(TinyModule(), loader(end))
     assert is_torchs_own(raised.value.__cause__)
@@ -76,7 +76,7 @@ def test_one_of_several_validation_loaders_is_named(quiet: dict[str, Any]) -> No
 
     fine = DataLoader(Deadly(0), 1, sampler=range(3))  # type: ignore[arg-type]
     with pytest.raises(
-        RuntimeError, match=r"(Worker 0 of the 2|A worker) of val_dataloader 1 .* while the run was at validate, "
+        RuntimeError, match=r"(Worker 0 \(of 2\)|A worker) of val_dataloader 1 .* while the run was at validate, "
     ):
         Trainer(**quiet, max_epochs=1).validate(Several(), [fine, loader(signal.SIGKILL)])
 
@@ -128,7 +128,7 @@ def test_a_batch_whose_worker_is_ending_when_it_is_taken_says_so(quiet: dict[str
 
     data = WhenTold(signal.SIGKILL)
     loader = one_worker(data)
-    told = r"Worker 0 of the 1 of train_dataloader \(process \d+\) was killed by signal 9"
+    told = r"Worker 0 \(of 1\) of train_dataloader \(process \d+\) was killed by signal 9"
     with pytest.raises(RuntimeError, match=told) as raised:
         Trainer(**quiet, max_epochs=1).fit(Waits(), loader)
     assert isinstance(raised.value.__cause__, (EOFError, OSError))
@@ -143,7 +143,7 @@ def test_a_loop_of_ones_own_says_it_wherever_the_notice_comes() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     next(batches)
     os.waitid(os.P_PID, STARTED[loader][0].pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(RuntimeError, match=r"Worker 0 of the 1 of a DataLoader of a Deadly .* with status 9"):
+    with pytest.raises(RuntimeError, match=r"Worker 0 \(of 1\) of a DataLoader of a Deadly .* with status 9"):
         notice(signal.SIGCHLD, None)
 
 

@@ -245,7 +245,7 @@ def test_the_sizes_that_were_tried_are_told_in_one_message(caplog: pytest.LogCap
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "train(): 64 ran out of memory; 32 ran out of memory; 16 worked. Using 16, with" in said[0]
-    assert "accumulate_grad_batches=4, so that an update uses 64" in said[0]
+    assert "accumulate_grad_batches=4, for 64 samples per update" in said[0]
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

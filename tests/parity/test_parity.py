@@ -107,4 +107,4 @@ def test_the_module_given_to_verify_stays_as_it_was() -> None:
 
 def test_batches_that_cannot_be_split_are_refused() -> None:
     report = paceline.verify(ConvNet(), loader(ConvNet, batch_size=7), ["ddp"], steps=2, accelerator="cpu")
-    assert "one batch has 7 samples. Choose a batch_size divisible by 2" in report["ddp"].failure
+    assert "the size of one batch is 7. Choose a batch_size divisible by 2" in report["ddp"].failure

@@ -1281,7 +1281,7 @@ def test_a_training_loader_that_ends_before_its_length_is_caught(trainer: Traine
         RuntimeError,
         "train_dataloader has length 5",
         "yielded only 3",
-        "planned from the length",
+        "rely on the length",
         "correct __len__, or remove it",
     )
 

@@ -477,7 +477,7 @@ def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one
     losses = [entry[3] for found in two for entry in found[2][:3]] + [entry[3] for entry in seen]
     assert metrics["loss_epoch"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert metrics["least"] == min(losses)
-    (said,) = [record.message for record in caplog.records if "Derived" in record.message]
+    (said,) = [record.message for record in caplog.records if "derived instead of restored" in record.message]
     assert "written on 2 ranks and this run has 1 rank" in said
     assert "batch 6 of the epoch (batch 3 in the saved run)" in said
     assert "running metrics" in said
@@ -506,7 +506,7 @@ def resumed_on_two(path: Path) -> Any:
     log.setLevel("INFO")
     log.addHandler(logging.StreamHandler(stream))
     samples, _, seen = cut(path, 0, 2, resume=True, accumulate=4)
-    told = [line for line in stream.getvalue().splitlines() if "Derived" in line]
+    told = [line for line in stream.getvalue().splitlines() if "derived instead of restored" in line]
     return samples, seen[0][3], "".join(told)
 
 

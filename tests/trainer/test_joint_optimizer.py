@@ -181,7 +181,9 @@ def test_an_optimizer_for_all_fails_loudly_where_only_its_parts_can_act() -> Non
         lambda: joint.register_step_pre_hook(lambda *_: None),
         lambda: joint.defaults,
     ):
-        with pytest.raises(AttributeError, match=r"for several optimizers.*Use the optimizers in its \.optimizers"):
+        with pytest.raises(
+            AttributeError, match=r"it combines several optimizers.*Use the optimizers in its \.optimizers"
+        ):
             use()
     assert repr(joint) == "JointOptimizer(SGD, Adam)"
 

@@ -188,8 +188,8 @@ class Estimated(Liar):
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (Liar(), "length of 5 batches, but yielded only 3"),
-        (DataLoader(torch.ones(3, 1), batch_sampler=Estimated()), "length of 2 batches, but yielded at least 3"),  # type: ignore[arg-type]
+        (Liar(), "length 5, but yielded only 3 batches"),
+        (DataLoader(torch.ones(3, 1), batch_sampler=Estimated()), "length 2, but yielded at least 3 batches"),  # type: ignore[arg-type]
     ],
 )
 def test_a_length_that_lies_is_an_error(loader: Any, words: str, quiet: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ def test_a_length_that_lies_is_an_error(loader: Any, words: str, quiet: dict[str
 
 
 def test_an_evaluation_length_that_lies_is_an_error(quiet: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match="length of 5 batches, but yielded 3"):
+    with pytest.raises(RuntimeError, match="length 5, but yielded 3"):
         Trainer(**quiet).validate(Counting(), Liar(), verbose=False)
 
 

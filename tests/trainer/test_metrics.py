@@ -299,7 +299,7 @@ def test_bfloat16_values_are_kept_with_full_sums(quiet: dict[str, Any]) -> None:
 def test_two_loaders_may_not_log_under_one_key(quiet: dict[str, Any]) -> None:
     module = Values(validation_step=lambda m, b: m.log("v", b.mean(), add_dataloader_idx=False))
     loaders = [DataLoaderLike(batches(2)), DataLoaderLike(batches(4))]
-    with pytest.raises(ValueError, match=r"called for the loaders 0 and 1, so one value would replace the other"):
+    with pytest.raises(ValueError, match=r"called for loaders 0 and 1, so one value would replace the other"):
         Trainer(**quiet).validate(module, loaders, verbose=False)
 
 
