@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,8 @@ from ..processes.process_group import host_room
 
 _LEVEL_VARIABLES = ("PACELINE_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 _TIMEOUT = timedelta(minutes=30)
+#: The ``stacklevel`` of the caller of a method, and of ``warning_once``. Python 3.10 counts logging's own frames too.
+_LEVELS = (2, 3) if sys.version_info >= (3, 11) else (4, 6)
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):
@@ -33,7 +36,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return
-        kwargs.setdefault("stacklevel", 2)
+        kwargs.setdefault("stacklevel", _LEVELS[0])
         msg, options = self.process(msg, kwargs)
         rank, count = _place()
         if count > 1 and (everybody or in_order):
@@ -54,7 +57,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         said = (self.logger.name, str(msg), repr(args))
         if said not in _said:
             _said.add(said)
-            self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
+            self.warning(msg, *args, **{"stacklevel": _LEVELS[1], **kwargs})
 
 
 _said: set[tuple[str, str, str]] = set()

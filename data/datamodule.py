@@ -33,13 +33,8 @@ class DataModule(HyperparametersMixin):
 
     Attributes:
         trainer: the Trainer that uses this data module; None before a run starts.
-<<<<<<< HEAD
         prepare_data_per_node: if True (the default), :meth:`prepare_data` runs once per machine; if False (for a shared
             disk), once per run.
-=======
-        prepare_data_per_node: whether every node runs :meth:`prepare_data`, or only the first node does (for a
-            shared disk).
->>>>>>> lead
         allow_zero_length_dataloader_with_multiple_devices: whether a process may have no batches at all.
 
     Example:
