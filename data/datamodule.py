@@ -33,8 +33,8 @@ class DataModule(HyperparametersMixin):
 
     Attributes:
         trainer: the Trainer that uses this data module; None before a run starts.
-        prepare_data_per_node: whether every node runs :meth:`prepare_data`, or only the first node does (for a
-            shared disk).
+        prepare_data_per_node: if True (the default), :meth:`prepare_data` runs once per machine; if False (for a shared
+            disk), once per run.
         allow_zero_length_dataloader_with_multiple_devices: whether a process may have no batches at all.
 
     Example:
@@ -61,7 +61,7 @@ class DataModule(HyperparametersMixin):
         return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def prepare_data(self) -> None:
-        """Called before :meth:`setup`, on one process per node or on rank 0 only. Download data, but set no state."""
+        """Download data, but set no attributes. Runs once per machine before :meth:`setup`; other ranks wait."""
 
     def setup(self, stage: str) -> None:
         """Called when fit, validate, test or predict begins, in every process. Create the datasets and splits here."""

@@ -269,6 +269,17 @@ SEARCHED = {
     "overhead": "figures",
     "launch options": "reference/commands",
     "ModelCheckpoint": "reference/callbacks",
+    "validate less often": "howto/evaluate_and_predict",
+    "convert model to ONNX": "howto/evaluate_and_predict",
+    "inference server": "howto/evaluate_and_predict",
+    "IterableDataset": "data",
+    "dataset without length": "data",
+    "padding tokens loss": "optimization",
+    "freeze layers": "callbacks",
+    "quick test": "first_fit",
+    "test few batches": "first_fit",
+    "Mac": "devices",
+    "M1": "devices",
 }
 
 

@@ -22,15 +22,15 @@ class ModuleHooks:
     Each hook runs on every rank after the callbacks' hook of that name, unless its docstring says otherwise.
     """
 
-    #: Whether every node runs :meth:`prepare_data`, or only the first node does (for a shared disk).
+    #: If True, :meth:`prepare_data` runs once per machine; if False (for a shared disk), once per run.
     prepare_data_per_node: bool = True
 
     # ---- set up ----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or unpack the data, once per node (on local rank 0).
+        """Called before ``setup`` at the start of each run. Runs once per machine (on local rank 0); other ranks wait.
 
-        It must not set attributes, because other ranks would not have them.
+        May download or unpack data; must not set attributes, because other ranks would not have them.
         """
 
     def setup(self, stage: str) -> None:

@@ -74,8 +74,8 @@ class Trainer:
             ``"deepspeed_stage_2_offload"``, ``"deepspeed_stage_3"`` and ``"deepspeed_stage_3_offload"`` use DeepSpeed
             ZeRO. Installed packages may add more names.
         devices: the devices on this machine: a number (``2``, ``"2"``; ``-1`` means all), a list (``[0, 1]``,
-            ``"0,1"``), or ``"auto"`` for all CUDA GPUs, or one device if there are none. On a CPU, this is the number
-            of processes.
+            ``"0,1"``), or ``"auto"`` for all devices of this kind. On a CPU, this is the number of processes;
+            ``"auto"`` means one.
         num_nodes: the number of machines.
         precision: ``"32-true"`` (the default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or
             ``"bf16-mixed"``; the short forms ``"32"``, ``"64"``, ``"16"`` (mixed) and ``"bf16"`` (mixed), which can
@@ -807,7 +807,7 @@ class Trainer:
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps in the fit, for schedules that need the total. Reading this creates the loader.
 
-        The number is inf if neither epochs nor steps are limited, or if the loader has no length.
+        If the loader has no length or the epochs are not limited, this is ``max_steps``, or inf without ``max_steps``.
         """
         if self.max_epochs in (None, -1) or self.max_steps == 0:
             return math.inf if self.max_steps == -1 else self.max_steps

@@ -78,7 +78,7 @@ def topic(clause: str) -> str:
         return "Must not"
     if re.match(r"May\b", clause):
         return "May"
-    return "Ranks" if re.search(r"\b(all ranks|once per node|each rank)\b", clause) else "When"
+    return "Ranks" if re.search(r"\b(all ranks|once per machine|each rank)\b", clause) else "When"
 
 
 def commands() -> str:
