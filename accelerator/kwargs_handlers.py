@@ -403,8 +403,7 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
         if isinstance(handler, _Refused):
             raise NotImplementedError(
                 f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]) is not supported. Pass "
-                "AORecipeKwargs(), which multiplies in 8 bits through torchao, or TERecipeKwargs(), for "
-                "TransformerEngine."
+                "AORecipeKwargs() to multiply in 8 bits with torchao, or TERecipeKwargs() for TransformerEngine."
             )
         name = next((name for kind, name in _KINDS.items() if isinstance(handler, kind)), None)
         if name is None:

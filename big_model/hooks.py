@@ -243,7 +243,7 @@ class AlignDevicesHook(ModelHook):
             self.fetcher.stop()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Leave the weights where they are stored, in a form that can be used there."""
+        """Keep the weights on the device that stores them, and make them usable there without the hook."""
         if self.part is not None:
             self.part.release()
         return module

@@ -186,7 +186,7 @@ class ThroughputMonitor(Callback):
             if function is not None and not callable(function):
                 raise TypeError(
                     f"ThroughputMonitor: {name}={function!r} is not callable. "
-                    "Pass a function that takes a batch and returns a number, or None."
+                    "Pass None, or a function that takes a batch and returns a number."
                 )
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 2:
             raise ValueError(

@@ -106,7 +106,7 @@ def recompiles(case: Case) -> Finding | None:
             "recompiles",
             f"Compilation takes {percent(share)} of the time even after the first steps.",
             "torch.compile keeps compiling new graphs during training.",
-            "Compile once before training, or set TORCH_LOGS=recompiles to see what is compiled.",
+            "Call torch.compile once, before training. To see what is recompiled and why, set TORCH_LOGS=recompiles.",
             faster(share, "compiling"),
             share,
         )
@@ -140,7 +140,7 @@ def evaluation_share(case: Case) -> Finding | None:
             "validation needs no gradient memory.",
             "Evaluate less often or over fewer batches. Or use larger batches: evaluation needs no gradient memory.",
         ),
-        f"Training is {1 / (1 - 0.75 * share):.1f} times as fast with a quarter of the validations.",
+        f"Training would be {1 / (1 - 0.75 * share):.1f} times as fast with a quarter of the validations.",
         share * 0.75,
     )
 

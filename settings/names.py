@@ -331,7 +331,7 @@ _DATA = _of(
     _truth("split_batches", "split each batch of a loader into one part per process"),
     _truth("dispatch_batches", "process 0 reads the data and sends it to the others", None),
     _truth("even_batches", "give every process the same number of batches", True),
-    _truth("use_seedable_sampler", "accepted; the order always depends only on seed and epoch", True),
+    _truth("use_seedable_sampler", "no effect: the order always depends only on seed and epoch", True),
     _count("data_seed", "the seed for the order of the data; by default the run's seed"),
     _truth("non_blocking", "copy batches to the device without waiting"),
     _truth("use_stateful_dataloader", "read iterable datasets with torchdata's StatefulDataLoader"),

@@ -107,7 +107,7 @@ class Communication:
 
     @property
     def parts_group(self) -> Any:
-        """Like :attr:`data_group`, but if sequences are split, with one process for each part of each share."""
+        """Like :attr:`data_group`; if sequences are split, it has a process for each part of each data rank's sequences."""
         return self.data_group
 
     @property

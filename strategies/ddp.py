@@ -247,7 +247,8 @@ class DDPStrategy(DistributedStrategy):
             messages.info_once(
                 f"{type(module).__name__} gained trainable parameters after prepare() ({late[0]}"
                 f"{', ...' if late[1:] else ''}). DistributedDataParallel does not reduce their gradients, so all "
-                "gradients are reduced again before each step. To avoid this, add or unfreeze them before prepare()."
+                "gradients are reduced again before each step. To avoid this, add or unfreeze the "
+                "parameters before prepare()."
             )
 
     def complete_gradients(self, optimizer: Optimizer) -> None:

@@ -95,7 +95,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
     if not isinstance(value, (bool, Integral)):
         raise TypeError(f"Trainer: fast_dev_run={value!r} is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
-        raise ValueError(f"Trainer: fast_dev_run={value!r} is out of range. Pass True, or a number of at least 0.")
+        raise ValueError(f"Trainer: fast_dev_run={value!r} is out of range. Pass True, False, or a number of batches.")
     return bool(value) if value in (0, 1) else int(value)
 
 

@@ -225,8 +225,8 @@ class WholeStep:
             if call.options.enable_graph:
                 raise ValueError(
                     f"self.log({call.name!r}, enable_graph=True) does not work with "
-                    f"Trainer(compile={self.run.trainer.compile!r}), because the compiled step runs backward, which "
-                    "frees the value's graph. Leave out enable_graph, or use compile=True."
+                    f"Trainer(compile={self.run.trainer.compile!r}), because the compiled step includes the backward "
+                    "pass, which frees the value's graph. Leave out enable_graph, or use compile=True."
                 )
             self.module.log(call.name, call.value, **call.options._asdict(), batch_size=call.batch_size)
         return found

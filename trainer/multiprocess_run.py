@@ -275,7 +275,7 @@ def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = Non
 
 
 class _Writer(pickle.Pickler):
-    """Pickles only the names of objects that exist in both processes, and tensors as CPU tensors without a graph."""
+    """Pickles objects that exist in both processes by name only, and tensors as detached CPU tensors."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)

@@ -129,7 +129,7 @@ class Run:
     def holder(self) -> Strategy:
         """The strategy that collects the states for a checkpoint.
 
-        After a run in other processes, this process holds the unsharded states.
+        After a run in processes that this one started, it is a strategy for one process, which has the whole states.
         """
         return self.strategy if self.child_data is None else Strategy()
 

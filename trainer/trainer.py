@@ -557,7 +557,7 @@ class Trainer:
 
     @property
     def validating(self) -> bool:
-        """Whether a validation is running, alone or inside a fit."""
+        """Whether validation is running, on its own or as part of ``fit``."""
         return self.state.stage == "validate"
 
     @property

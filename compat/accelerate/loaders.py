@@ -233,7 +233,7 @@ def _first_draws(loader: DataLoader[Any]) -> Tensor | None:
 
 
 def _shared(seeds: list[int]) -> int:
-    """Return process 0's seed; report it once if the seeds differ."""
+    """Return process 0's seed; warn once if the processes have different seeds."""
     if len(set(seeds)) > 1:
         messages.info_once(
             "The processes have different seeds (set_seed(..., device_specific=True)). They all shuffle with process "

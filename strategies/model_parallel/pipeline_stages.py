@@ -433,7 +433,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     if nested:
         raise ValueError(
             f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so the model cannot be split "
-            "there. No split point may be inside another one or inside a sibling of another one."
+            "there. Choose blocks that are not inside each other, nor inside a block beside another split point."
         )
     starts = [0, *(names.index(name) for name in split_points)]
     if starts != sorted(set(starts)):
