@@ -107,7 +107,7 @@ class Communication:
 
     @property
     def parts_group(self) -> Any:
-        """Like :attr:`data_group`; if sequences are split, it has a process for each part of each data rank's sequences."""
+        """Like :attr:`data_group`; if sequences are split, it has a process for each part of each data rank's share."""
         return self.data_group
 
     @property

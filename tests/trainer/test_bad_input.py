@@ -82,7 +82,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("callbacks", [3], TypeError, ("3", "not a Callback", "Pass Callback objects")),
     ("callbacks", 3, TypeError, ("3", "not a Callback", "Pass Callback objects")),
     ("callbacks", "bar", TypeError, ("'bar'", "not a Callback", "Pass Callback objects")),
-    ("fast_dev_run", -1, ValueError, ("fast_dev_run=-1", "out of range", "Pass True, or a number")),
+    ("fast_dev_run", -1, ValueError, ("fast_dev_run=-1", "out of range", "Pass True, False, or a number")),
     ("fast_dev_run", 1.0, TypeError, ("fast_dev_run=1.0", "a float", "Pass True, or a number")),
     ("max_epochs", -2, ValueError, ("max_epochs=-2", "out of range", COUNT, "-1 for no limit")),
     ("max_epochs", "3", TypeError, ("max_epochs='3'", "a str", COUNT)),
