@@ -413,7 +413,7 @@ class Two(TrainingModule):
 )
 def test_connect_must_return_a_module_optimizers_and_schedulers(returned: Any, said: str) -> None:
     trainer = Trainer(max_steps=1, plugins=[connecting(Precision, returned)], **ALONE)
-    with pytest.raises(TypeError, match=rf"Own.connect returned {said}, but .* Return \(model, optimizers, lr_schedulers\)"):
+    with pytest.raises(TypeError, match=rf"Own.connect returned {said}, but .* Return \(model, optimizers,"):
         trainer.fit(Weight(), BATCHES)
 
 
@@ -439,6 +439,31 @@ def test_two_optimizers_that_connect_returns_share_a_loss_scale() -> None:
     trainer.fit(Two(), BATCHES)
     assert len(trainer.optimizers) == 2
     assert own.shared_scale() is not None
+
+
+def test_a_precision_that_does_not_run_the_closure_is_named() -> None:
+    class Lazy(Precision):
+        def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
+            optimizer.step()
+
+    class Own(Weight):
+        def optimizer_step(self, *args: Any) -> None: ...
+
+    with pytest.raises(RuntimeError, match=r"^Lazy.optimizer_step did not run the closure.* closure\(\) to skip"):
+        Trainer(max_steps=1, plugins=[Lazy()], **ALONE).fit(Weight(), BATCHES)
+    with pytest.raises(RuntimeError, match=r"^Own.optimizer_step did not run the closure"):
+        Trainer(max_steps=1, plugins=[Lazy()], **ALONE).fit(Own(), BATCHES)
+
+
+def test_a_step_that_fp16_skips_does_not_count_whatever_an_override_returns() -> None:
+    class Silent(MixedPrecision):
+        def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
+            super().optimizer_step(optimizer, model=model, closure=closure, **arguments)
+
+    trainer = Trainer(max_epochs=1, plugins=[Silent("16-mixed")], **ALONE)
+    trainer.fit(Weight(), [torch.ones(1, 1), torch.full((1, 1), torch.inf), torch.ones(1, 1)])
+    assert trainer.precision_plugin.skipped_steps == 1  # type: ignore[attr-defined]
+    assert trainer.global_step == 2
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
