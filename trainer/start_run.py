@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .. import messages
 from ..callbacks.base import Callback
@@ -32,9 +33,10 @@ from .compiled_step_checks import check_module
 from .data_source import DataSource
 from .default_callbacks import check_state_keys, order, refuse_switched_off
 from .hooks import HookTable, method_of, overridden, own_methods
+from .joint_optimizer import check_together
 from .metrics import MetricStore
 from .module import TrainingModule
-from .optimizers import configure
+from .optimizers import SchedulerConfig, configure
 from .phases import SETUP
 from .state import Pending
 from .step import clear_gradients
@@ -93,7 +95,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
         if checkpoint is not None:
             restore_model(run, checkpoint, ("model",))
         run.strategy.settle_weights(module)
-        connect_precision(run)
+        run.optimizers, run.lr_scheduler_configs = connected(run, run.optimizers, run.lr_scheduler_configs)
     module.zero_grad()
     run.trainer.profiler.attach(run.trainer)
     return resumed
@@ -447,7 +449,7 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
 def setup_optimizers(run: Run) -> None:
     """Create optimizers and schedulers."""
     module = run.module
-    optimizers, run.lr_scheduler_configs = profiling.by_module(run, "configure_optimizers", configure)(module)
+    optimizers, configs = profiling.by_module(run, "configure_optimizers", configure)(module)
     own = {id(parameter) for parameter in module.parameters()}
     if optimizers and not any(id(p) in own for optimizer in optimizers for p in parameters_of(optimizer)):
         messages.warn_once(
@@ -455,24 +457,50 @@ def setup_optimizers(run: Run) -> None:
             "the module, so its weights will not change. Build them from self.parameters(), or assign the trained "
             "network to an attribute."
         )
+    optimizers, run.lr_scheduler_configs = connected(run, optimizers, configs)
     run.optimizers = run.strategy.setup_optimizers(optimizers)
-    connect_precision(run)
 
 
-def connect_precision(run: Run) -> None:
-    """Call the ``connect`` of the user's own Precision, which may replace the optimizers and the schedulers."""
+def connected(
+    run: Run, optimizers: list[Optimizer], configs: list[SchedulerConfig]
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers that ``connect`` of the user's own Precision returns for these."""
     precision = run.strategy.precision
     if "connect" not in precision.overrides:
-        return
-    given = run.model
-    run.model, optimizers, configs = precision.connect(given, list(run.optimizers), list(run.lr_scheduler_configs))
-    if run.model is not given:
-        run.model = given
+        return optimizers, configs
+    owner, given = f"{type(precision).__name__}.connect", run.model
+    returned: Any = precision.connect(given, list(optimizers), list(configs))
+    if not (
+        isinstance(returned, (list, tuple))
+        and len(returned) == 3
+        and _all_are(Optimizer, returned[1])
+        and _all_are(SchedulerConfig, returned[2])
+    ):
         raise TypeError(
-            f"{type(precision).__name__}.connect returned a different module than it was given "
-            f"({type(given).__name__}). Change the module in place, or override convert_module."
+            f"{owner} returned {_types(returned)}, but a run needs the module, a list of its optimizers and a list of "
+            "its schedulers. Return (model, optimizers, lr_schedulers), each as connect received it or changed."
         )
-    run.optimizers, run.lr_scheduler_configs = list(optimizers), list(configs)
+    model, optimizers, configs = returned
+    if model is not given:
+        raise TypeError(
+            f"{owner} returned a different module than it was given ({type(given).__name__}). Change the module in "
+            "place, or override convert_module."
+        )
+    if run.module.automatic_optimization:
+        check_together(run.module, optimizers, f"{owner} returned")
+    return list(optimizers), list(configs)
+
+
+def _all_are(kind: type, values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
+
+
+def _types(value: Any) -> str:
+    """Return the types of a value's parts, such as ``(Net, [SGD], None)``."""
+    if isinstance(value, (list, tuple)):
+        parts = ", ".join(map(_types, value))
+        return f"({parts})" if isinstance(value, tuple) else f"[{parts}]"
+    return "None" if value is None else type(value).__name__
 
 
 def log_hyperparameters(run: Run) -> None:

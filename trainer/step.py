@@ -266,11 +266,20 @@ class ClosureStep(TrainStep):
 
         self.step_through_module(closure)
         if not evaluated:
-            raise RuntimeError(
-                f"{type(self.run.module).__name__}.optimizer_step did not run the closure, so this batch was not "
-                "trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to skip the step."
-            )
+            raise RuntimeError(self.without_closure())
         return evaluated[0]
+
+    def without_closure(self) -> str:
+        """Return the message about an ``optimizer_step`` that did not run the closure."""
+        precision, owner = self.run.strategy.precision, type(self.run.module)
+        how = "Call optimizer.step(closure=optimizer_closure), or optimizer_closure()"
+        if precision.needs_closure and overridden(self.run.module, "optimizer_step", TrainingModule) is None:
+            owner = type(precision)
+            how = "Call super().optimizer_step(optimizer, model=model, closure=closure), or closure()"
+        return (
+            f"{owner.__name__}.optimizer_step did not run the closure, so this batch was not trained on. {how} to skip "
+            "the step."
+        )
 
     def restart(self) -> None:
         """Clear the gradients before the closure evaluates the loss again."""

@@ -57,7 +57,9 @@ def _taking_model(method: Callable[..., Any]) -> Callable[..., Any]:
     def step(precision: Precision, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
         if not isinstance(model, nn.Module):
             model, closure = precision.model, closure or model
-        return method(precision, optimizer, model=model, closure=closure or _nothing, **arguments) is not False
+        skipped = getattr(precision, "skipped_steps", 0)  # an override may not return what super() returned
+        stepped = method(precision, optimizer, model=model, closure=closure or _nothing, **arguments) is not False
+        return stepped and getattr(precision, "skipped_steps", 0) == skipped
 
     vars(step)["needs_closure"] = True
     return step

@@ -378,6 +378,94 @@ def test_connect_must_return_the_same_module() -> None:
         Trainer(max_steps=1, plugins=[Other()], **ALONE).fit(Weight(), BATCHES)
 
 
+def connecting(base: Any, change: Any, *arguments: Any) -> Any:
+    """Return a precision whose ``connect`` returns ``change(model, optimizers, lr_schedulers)``."""
+
+    def connect(self: Any, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        return change(model, optimizers, lr_schedulers)
+
+    return type("Own", (base,), {"connect": connect})(*arguments)
+
+
+class Two(TrainingModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(batch)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda model, *_: None, "None"),
+        (lambda model, optimizers, schedulers: optimizers[0], "SGD"),
+        (lambda model, optimizers, schedulers: (model, optimizers), r"\(Weight, \[SGD\]\)"),
+        (lambda model, optimizers, schedulers: (model, optimizers[0], schedulers), r"\(Weight, SGD, \[\]\)"),
+        (lambda model, optimizers, schedulers: (model, ["adam"], schedulers), r"\(Weight, \[str\], \[\]\)"),
+        (lambda model, optimizers, schedulers: (model, optimizers, None), r"\(Weight, \[SGD\], None\)"),
+        (lambda model, optimizers, schedulers: (model, optimizers, [1]), r"\(Weight, \[SGD\], \[int\]\)"),
+    ],
+)
+def test_connect_must_return_a_module_optimizers_and_schedulers(returned: Any, said: str) -> None:
+    trainer = Trainer(max_steps=1, plugins=[connecting(Precision, returned)], **ALONE)
+    with pytest.raises(TypeError, match=rf"Own.connect returned {said}, but .* Return \(model, optimizers,"):
+        trainer.fit(Weight(), BATCHES)
+
+
+def test_optimizers_that_connect_returns_are_checked() -> None:
+    def twice(model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        return model, [*optimizers, torch.optim.Adam(optimizers[0].param_groups[0]["params"])], lr_schedulers
+
+    def lbfgs(model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        return model, [torch.optim.LBFGS(optimizers[0].param_groups[0]["params"])], lr_schedulers
+
+    with pytest.raises(ValueError, match=r"Own.connect returned SGD and Adam, and the parameter 'weight' is in both"):
+        Trainer(max_steps=1, plugins=[connecting(Precision, twice)], **ALONE).fit(Weight(), BATCHES)
+    with pytest.raises(ValueError, match="precision='16-mixed' does not work with LBFGS"):
+        Trainer(max_steps=1, plugins=[connecting(MixedPrecision, lbfgs, "16-mixed")], **ALONE).fit(Weight(), BATCHES)
+
+
+def test_two_optimizers_that_connect_returns_share_a_loss_scale() -> None:
+    def split(model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        return model, [torch.optim.SGD(part.parameters(), 0.1) for part in model.children()], lr_schedulers
+
+    own = connecting(MixedPrecision, split, "16-mixed")
+    trainer = Trainer(max_steps=1, plugins=[own], **ALONE)
+    trainer.fit(Two(), BATCHES)
+    assert len(trainer.optimizers) == 2
+    assert own.shared_scale() is not None
+
+
+def test_a_precision_that_does_not_run_the_closure_is_named() -> None:
+    class Lazy(Precision):
+        def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
+            optimizer.step()
+
+    class Own(Weight):
+        def optimizer_step(self, *args: Any) -> None: ...
+
+    with pytest.raises(RuntimeError, match=r"^Lazy.optimizer_step did not run the closure.* closure\(\) to skip"):
+        Trainer(max_steps=1, plugins=[Lazy()], **ALONE).fit(Weight(), BATCHES)
+    with pytest.raises(RuntimeError, match=r"^Own.optimizer_step did not run the closure"):
+        Trainer(max_steps=1, plugins=[Lazy()], **ALONE).fit(Own(), BATCHES)
+
+
+def test_a_step_that_fp16_skips_does_not_count_whatever_an_override_returns() -> None:
+    class Silent(MixedPrecision):
+        def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
+            super().optimizer_step(optimizer, model=model, closure=closure, **arguments)
+
+    trainer = Trainer(max_epochs=1, plugins=[Silent("16-mixed")], **ALONE)
+    trainer.fit(Weight(), [torch.ones(1, 1), torch.full((1, 1), torch.inf), torch.ones(1, 1)])
+    assert trainer.precision_plugin.skipped_steps == 1  # type: ignore[attr-defined]
+    assert trainer.global_step == 2
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_each_rank_steps_through_the_precision(strategy: str) -> None:
     def run() -> tuple[list[str], float]:
