@@ -303,7 +303,8 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     @property
     def clip_norm(self) -> float | None:
         """Maximum gradient norm at each step, known after :meth:`fill`; None means no clipping."""
-        return float(self.get_value("gradient_clipping") or 0.0) or None
+        found = self.get_value("gradient_clipping")
+        return float((self.decided("gradient_clipping") if found is None else found) or 0.0) or None
 
     def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> None:
         """Replace the ``"auto"`` values that follow from the prepared objects.
@@ -319,7 +320,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         """
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size]
         sizes = [int(one.batch_size or 0) // (world if split else 1) for one in loaders]
-        self._replace({"gradient_accumulation_steps": steps, "gradient_clipping": 1.0})
+        self._replace({"gradient_accumulation_steps": steps, "gradient_clipping": self.decided("gradient_clipping")})
         found = self.get_value("gradient_accumulation_steps", steps)
         if found != steps:
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -230,6 +231,45 @@ def test_a_trainer_that_fills_in_a_deepspeed_configuration_decides_on_clipping()
     config = OfATrainer(dict.fromkeys(names, "auto"), gradient_accumulation_steps=1, gradient_clipping=0.25)
     plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=config)
     assert [plugin.decided(name) for name in names] == [getattr(plugin, name) for name in names] == [1, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "norm"),
+    [
+        ({"gradient_clipping": 0.25}, {}, 0.25),
+        ({"gradient_clipping": 0.25}, {"gradient_clipping": "auto"}, 0.25),
+        ({"gradient_clipping": 0.25}, {"gradient_clipping": 0.25}, 0.25),
+        ({}, {"gradient_clipping": 0.5}, 0.5),
+        ({}, {"gradient_clipping": "auto"}, 1.0),
+        ({"gradient_clipping": 0}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_a_deepspeed_plugins_field_clips_if_its_file_does_not_say(
+    fields: dict[str, Any], config: dict[str, Any], norm: float | None
+) -> None:
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, **config}, **fields)
+    plugin.fill([], 1, 1, False)
+    assert plugin.clip_norm == norm
+    if not config:
+        plugin.gradient_clipping = 0.125
+        assert plugin.clip_norm == 0.125
+
+
+def test_a_step_with_a_deepspeed_file_is_clipped_to_the_plugins_field() -> None:
+    pytest.importorskip("deepspeed")
+
+    def moved() -> float:
+        given = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 1}
+        plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=given, gradient_clipping=0.25)
+        accelerator, weight = Accelerator(cpu=True, deepspeed_plugin=plugin), nn.Linear(1, 1, bias=False)
+        model, optimizer = accelerator.prepare(weight, torch.optim.SGD(weight.parameters(), 1.0))
+        before = weight.weight.detach().clone()
+        accelerator.backward(model(torch.full((1, 1), 20.0)).sum())
+        optimizer.step()
+        return float((weight.weight.detach() - before).norm())
+
+    assert ranks(1, moved, limit=200)[0] == pytest.approx(0.25, rel=1e-3)
 
 
 def test_an_accumulation_of_a_trainer_under_deepspeed_is_an_error() -> None:
