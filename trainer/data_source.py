@@ -107,7 +107,10 @@ class DataSource:
         if self.train_loader is None and not self._is_elsewhere:
             profiler = self.run.trainer.profiler
             with profiler.profile("setup_train_dataloader"):
-                loader = train_loader(profiler.loader_to_prepare(self._load("train")))
+                given = profiler.loader_to_prepare(self._load("train"))
+                if isinstance(given, CombinedLoader):  # counted although the next line may refuse it, as in Lightning
+                    self.num_training_batches = count_batches(given, self.limit("train"), "train_dataloader")
+                loader = train_loader(given)
             if self.run.trainer.overfit_batches:
                 loader = self._in_order(loader, "train")
             whole, loader = loader, self._mine(loader, shard_training)

@@ -99,9 +99,11 @@ def test_training_from_several_loaders_goes_on_until_the_longest_ends(trained):
     ]
 
 
-def test_training_from_loaders_in_sequence_is_refused(trained):
+def test_training_from_loaders_in_sequence_is_refused_and_its_batches_are_counted(trainer):
+    one = trainer()
     with pytest.raises(ValueError, match="mode='sequential'"):
-        trained(CombinedLoader([numbers()], "sequential"))
+        one.fit(Seen(), CombinedLoader([numbers(6), numbers(4)], "sequential"))
+    assert one.num_training_batches == 5
 
 
 @pytest.mark.parametrize(
