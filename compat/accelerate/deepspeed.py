@@ -139,6 +139,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             self._replace({key: getattr(self, name) for name, key in {**_FIELDS, **_SHOWN}.items()})
         self.deepspeed_config.setdefault("steps_per_print", math.inf)
         self._show({"zero3_init_flag": self.hf_ds_config.is_zero3()})
+        vars(self)["_built"] = copy.deepcopy(self.get_value("zero_optimization") or {})
 
     def _show(self, values: Mapping[str, Any]) -> None:
         """Set fields that are None to default values that count as not set."""
@@ -148,7 +149,19 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
                 vars(self)["_defaults"][name] = value
 
     def _asked(self) -> plugins.DeepSpeedPlugin:
-        """Return Paceline's plugin with the values that the script, the settings or the file set."""
+        """Return Paceline's plugin with the values that the script, the settings or the file set.
+
+        Raises:
+            ValueError: if a value of ``zero_optimization`` that was not ``"auto"`` has been changed since.
+        """
+        built = vars(self).get("_built", {})
+        for name, value in (self.get_value("zero_optimization") or {}).items():
+            if value != built.get(name) and "auto" not in (built.get(name), *_leaves(built.get(name))):
+                raise ValueError(
+                    f"deepspeed_config['zero_optimization'][{name!r}] was set to {value!r} after the DeepSpeedPlugin "
+                    "was created, where it has no effect. Pass the value to DeepSpeedPlugin, such as zero_stage=3, or "
+                    "in its hf_ds_config."
+                )
         defaults, found = vars(self)["_defaults"], {one.name: getattr(self, one.name) for one in fields(self)}
         found = {name: None if value in ("auto", defaults.get(name)) else value for name, value in found.items()}
         file = {name: value for name, value in self._given.items() if name not in _SECTIONS}
@@ -356,6 +369,13 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def _given(self) -> dict[str, Any]:
         """The configuration as the user passed it."""
         return vars(self).get("_file", {})
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for entry in value.values():
+            yield entry
+            yield from _leaves(entry)
 
 
 def _buckets(config: Any) -> dict[str, int]:

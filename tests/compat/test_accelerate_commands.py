@@ -395,3 +395,15 @@ def test_small_values_and_decorators() -> None:
     assert details.patch_optimizer_step(holder, int)("3") == 3
     assert holder._accelerate_step_called
     assert 0 < details.get_free_port() < 65536
+
+
+@pytest.mark.parametrize("config", [None, {"zero_optimization": {"stage": 2, "offload_param": {"device": "auto"}}}])
+def test_a_deepspeed_configuration_that_is_edited_too_late_is_an_error(config: dict[str, Any] | None) -> None:
+    plugin = deepspeed.DeepSpeedPlugin(hf_ds_config=config)
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
+    plugin.deepspeed_config["zero_optimization"].setdefault("offload_param", {})["device"] = "none"
+    if config is not None:
+        plugin.options()  # "auto" may be replaced
+    plugin.deepspeed_config["zero_optimization"]["stage"] = 3
+    with pytest.raises(ValueError, match=r"'zero_optimization'\]\['stage'\] was set to 3 after.*Pass the value"):
+        plugin.options()
