@@ -466,6 +466,7 @@ NOT_PUBLIC = {
     "runpy": {"_run_module_as_main"},
     "multiprocessing": {"_inheriting"},
     "argparse": {"_option_string_actions"},
+    "importlib.metadata": {"_normalized_name"},
     "torchmetrics": {"_copy_state_dict", "_forward_cache", "_reduce_states", "_to_sync", "_update_count"},
     "transformers": {
         "_attn_implementation",

@@ -278,7 +278,6 @@ SEARCHED = {
     "freeze layers": "callbacks",
     "quick test": "first_fit",
     "test few batches": "first_fit",
-    "Mac": "devices",
     "M1": "devices",
 }
 
