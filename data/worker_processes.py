@@ -48,7 +48,7 @@ _ENDING_SECONDS = 5.0
 
 
 class WorkerLostError(RuntimeError):
-    """Raised when a data loader worker has died; the message has the fix, ``__cause__`` torch's error."""
+    """Raised when a data loader worker has died; the message says how to fix the problem."""
 
 
 class _Start:

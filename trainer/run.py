@@ -129,7 +129,8 @@ class Run:
     def holder(self) -> Strategy:
         """The strategy that collects the states for a checkpoint.
 
-        After a run in processes that this one started, it is a strategy for one process, which has the whole states.
+        After a run in child processes, it is a single-process strategy, because this process then has the complete
+        states.
         """
         return self.strategy if self.child_data is None else Strategy()
 
