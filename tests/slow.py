@@ -56,6 +56,18 @@ REASONS: dict[str, str] = {
     "test_public_api.py::test_a_strict_type_checker_accepts_a_program_that_uses_the_installed_wheel": (
         "mypy reads all of torch"
     ),
+    "parity/test_parity.py::test_a_strategy_gives_the_numbers_of_one_process": (
+        "two or four processes; the first use of a stage of DeepSpeed compiles and imports"
+    ),
+    "processes/test_output_relay.py::test_a_fit_of_several_processes_shows_one_bar_and_every_print_in_its_cell": (
+        "its fixture runs the cells of the file in a kernel"
+    ),
+    "big_model/test_memory.py::test_i6_memory_stays_under_the_limit_and_one_block": (
+        "cold, and its fixture writes 400 MB of weights"
+    ),
+    "big_model/test_memory.py::test_loading_takes_no_more_than_the_model_and_a_chunk": (
+        "cold, and its fixture writes 400 MB of weights"
+    ),
     "trainer/test_compiled_step.py::test_a_resumed_run_is_to_the_bit_the_one_that_was_not_interrupted": (
         "inductor compiles C++"
     ),

@@ -225,6 +225,7 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert required == {"torch", "torchmetrics", "tensorboard", "wandb", "packaging", "PyYAML", "rich", "safetensors"}
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("form", ["wheel", "editable"])
 def test_an_installation_works_outside_the_checkout(form: str, source: Path, wheel: Path, tmp_path: Path) -> None:
     python = new_environment(tmp_path / "environment")

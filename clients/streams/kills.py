@@ -9,7 +9,6 @@ door (Trainer or Accelerator), a number of workers, and the number of ranks befo
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -274,7 +273,7 @@ def write(form: Form, data: Path) -> None:
 
 def warm_up() -> None:
     """Import modules here that each forked process would otherwise import."""
-    importlib.import_module("torch._dynamo")  # for DistributedDataParallel
+    torch.compiler.reset()  # imports what DistributedDataParallel needs
     with tempfile.TemporaryDirectory() as folder:
         for name, door in DOORS.items():
             batches = [{"number": torch.ones(1)}] * SAVE_EVERY

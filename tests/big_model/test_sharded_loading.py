@@ -26,6 +26,8 @@ from paceline.big_model import deferred_weights, sharded_loading, weight_files
 from paceline.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
+pytestmark = pytest.mark.rotates(5)
+
 WORDS, WIDTH, LENGTH = 26, 8, 5
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -167,7 +169,6 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_one_script_starts_from_the_same_bits_and_trains_to_the_same_under_every_strategy(
     name: str, folder: Path

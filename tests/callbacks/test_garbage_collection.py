@@ -23,7 +23,7 @@ from paceline.callbacks.garbage_collection import _PROCESS, FULL_EVERY, MOST_UNS
 from paceline.doctor.doctor import Doctor
 from paceline.processes import launch
 
-pytestmark = pytest.mark.rotates(2)
+pytestmark = pytest.mark.rotates(5)
 
 
 def collector() -> tuple[bool, tuple[int, int, int], int]:

@@ -29,6 +29,8 @@ from paceline.loggers import CSVLogger
 from paceline.messages import PacelineWarning
 from paceline.strategies import FSDPStrategy
 
+pytestmark = pytest.mark.rotates(2)
+
 SILENT: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
 

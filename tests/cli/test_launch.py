@@ -22,7 +22,10 @@ from paceline.cli.main import FAILED, main
 from paceline.processes.cluster_environment import find_cluster
 from paceline.settings import resolve
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into processes as Linux shows them")
+pytestmark = [
+    pytest.mark.rotates(2),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into processes as Linux shows them"),
+]
 
 ROOT = str(Path(paceline.__file__).absolute().parent.parent)
 LIMIT = 180.0

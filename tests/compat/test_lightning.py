@@ -701,6 +701,7 @@ def test_code_can_be_run_too(tmp_path: Path) -> None:
     assert told == f"['-c', 'x'] {names.VERSION}\n"
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.cold
 def test_the_variable_installs_it_where_paceline_is_imported_and_in_pytest(tmp_path: Path) -> None:
     code = "import paceline, lightning; print(lightning.Trainer is paceline.Trainer)"

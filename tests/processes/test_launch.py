@@ -19,7 +19,10 @@ from rank_processes import own_port, until
 
 from paceline.processes import launch, torch_elastic
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment, in /proc")
+pytestmark = [
+    pytest.mark.rotates(2),
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment, in /proc"),
+]
 
 #: Everything ends within this, on a busy machine too; it takes a few seconds.
 LIMIT = 120.0

@@ -30,6 +30,8 @@ from paceline.callbacks.checkpoint_retention import Checkpoint
 from paceline.loggers import Logger
 from paceline.processes.seed import seed_all
 
+pytestmark = pytest.mark.rotates(2)
+
 SIZE = 22
 
 

@@ -24,7 +24,7 @@ from paceline.checkpoint import single_file
 from paceline.loggers import CSVLogger
 from paceline.strategies import FSDPStrategy
 
-pytestmark = pytest.mark.cold
+pytestmark = [pytest.mark.rotates(2), pytest.mark.cold]
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 

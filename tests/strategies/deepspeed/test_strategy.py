@@ -20,6 +20,8 @@ from paceline import Trainer, TrainingModule
 from paceline.callbacks import WeightAveraging
 from paceline.strategies import DeepSpeedStrategy
 
+pytestmark = pytest.mark.rotates(5)
+
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
 
@@ -352,7 +354,6 @@ def zero(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return ranks(2, run, limit=900)[0]
 
 
-@pytest.mark.rotates(2)
 def test_two_ranks_learn_what_one_process_with_their_batches_together_learns(zero: dict[str, Any]) -> None:
     alone = run_all(RUNS, lambda: "cpu", 4)
     found, offloaded = zero["learned"]

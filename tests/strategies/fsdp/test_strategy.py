@@ -24,6 +24,8 @@ from paceline import Accelerator, Trainer, TrainingModule
 from paceline.callbacks import Callback, EMAWeightAveraging
 from paceline.strategies import DDPStrategy, FSDPStrategy
 
+pytestmark = pytest.mark.rotates(2)
+
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -145,7 +147,6 @@ OPTIMIZERS = {
 EXACT = 1e-11
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -183,7 +184,6 @@ def run_at(place: str, make: Any, save: Any = None, **arguments: Any) -> dict[st
     return weights(trainer)
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("first", "then"),
     [("fsdp x2", place) for place in PLACES] + [("single", "fsdp x2"), ("ddp x2", "fsdp x2"), ("fsdp x3", "fsdp x2")],
@@ -348,7 +348,6 @@ def test_ranks_agree_on_an_overflow_that_one_of_them_has(ignored: Any) -> None:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -568,7 +567,6 @@ def test_init_weights_of_a_module_around_it_comes_after_a_layers_own() -> None:
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -778,7 +776,6 @@ def test_ignored_modules_are_whole_and_learn_what_one_process_learns(accumulate:
     assert seen == also
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(("first", "then"), [(IGNORING, IGNORING), (IGNORING, FSDPStrategy), (FSDPStrategy, IGNORING)])
 def test_a_run_goes_on_with_other_ignored_modules(first: Any, then: Any, kind: Any, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from paceline.callbacks import ModelCheckpoint
 from paceline.loggers import CSVLogger
 from paceline.strategies import ModelParallelStrategy
 
+pytestmark = pytest.mark.rotates(5)
+
 WORDS, WIDTH = 11, 8
 
 
@@ -141,7 +143,6 @@ def error(state: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 # ---- the numbers of one process --------------------------------------------------------------------------------------
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_every_schedule_gives_the_numbers_of_one_process(accumulate: int) -> None:
     options = {"accumulate_grad_batches": accumulate}
@@ -185,7 +186,7 @@ def test_four_stages_and_two_copies_of_two_give_the_numbers_of_one_process() -> 
     assert error(two_copies[0], exact) < 1e-6
 
 
-@pytest.mark.parametrize("kind", [Language, pytest.param(Pair, marks=pytest.mark.rotates(3))])
+@pytest.mark.parametrize("kind", [Language, Pair])
 def test_gradients_are_clipped_by_the_norm_over_all_stages(kind: type[Language]) -> None:
     exact, _, _ = fit(kind(), data(), precision="64-true", gradient_clip_val=0.5)
     untouched, _, _ = fit(kind(), data(), precision="64-true")
@@ -230,7 +231,7 @@ def test_bf16_is_off_by_what_it_is_off_in_one_process() -> None:
     assert error(state, exact) < 3 * error(alone, exact)
 
 
-@pytest.mark.parametrize("kind", [Language, pytest.param(Pair, marks=pytest.mark.rotates(3))])
+@pytest.mark.parametrize("kind", [Language, Pair])
 def test_an_overflow_on_one_stage_skips_the_step_on_all(kind: type[Language]) -> None:
     class Overflows(kind):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

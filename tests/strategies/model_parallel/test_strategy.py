@@ -35,6 +35,8 @@ from paceline.strategies.model_parallel.context_parallel import SplitSequences, 
 from paceline.strategies.model_parallel.strategy import find_sizes
 from paceline.torch_private import current_function_mode
 
+pytestmark = pytest.mark.rotates(5)
+
 WORDS, WIDTH, LENGTH, BATCH = 13, 16, 6, 4
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -229,7 +231,6 @@ def weights_on(mesh: str, make: Callable[[], TrainingModule] = Language, **more:
 # ---- the numbers of one process --------------------------------------------------------------------------------------
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("mesh", "accumulate"), [("tp x2", 1), ("tp x2", 3), ("shard 2 x tp 2", 3), ("replicate 2 x tp 2", 1)]
 )
