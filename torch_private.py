@@ -508,7 +508,7 @@ def keep_address(tensor: Tensor) -> None:
 
 
 def let_trace_groups(methods: dict[str, Any]) -> None:
-    """Make torch.compile trace the code that reads an optimizer's gradients as it traces ordinary code.
+    """Make torch.compile trace the code that reads an optimizer's gradients like any other code.
 
     By default, torch handles this code in a special way, which requires gradients to exist before the graph runs. If
     torch removes ``_torchdynamo_orig_callable``, this function does nothing.

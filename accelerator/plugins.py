@@ -310,10 +310,6 @@ def choose_accumulation(
             f"{found['num_steps']}). Leave one out."
         )
     steps = found["num_steps"] if found["num_steps"] is not None else asked
-    theirs = deepspeed.decided("gradient_accumulation_steps") if deepspeed is not None else None
-    if None not in (steps, theirs) and steps != theirs:
-        raise ValueError(
-            f"DeepSpeed is configured with gradient_accumulation_steps={theirs}, but the Accelerator with {steps}. "
-            "Leave one out."
-        )
-    return {**found, "num_steps": steps or theirs or 1}
+    if deepspeed is not None:
+        steps = deepspeed.micro_batches(steps)
+    return {**found, "num_steps": steps or 1}

@@ -174,7 +174,8 @@ def measure(task: str, name: str, passes: int, core: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     arguments = CONTESTANTS[name]
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(sys.stderr):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        os.chdir(folder)
         stamps = BY_HAND[task](passes) if arguments is None else TRAINED[task](passes, arguments)
     pairs = list(pairwise(stamps[1:]))
     if len(pairs) != passes:

@@ -70,7 +70,7 @@ def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
-    """Set a tensor as a model's parameter (or buffer) under the given names."""
+    """Set a tensor as a model's parameter (or buffer) under each of the given names."""
     for name in names:
         place, _, last = name.rpartition(".")
         part = model.get_submodule(place)

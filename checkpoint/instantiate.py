@@ -31,7 +31,7 @@ def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
         raise ValueError(
             f"The checkpoint's hyperparameters name {maker!r} as the function that creates the module. It was not "
             "called, because a checkpoint must not be able to run code. Do not load this file unless you know who "
-            f"wrote it; TrainerCLI itself would have written {MARK!r}."
+            f"wrote it: a checkpoint from TrainerCLI has {MARK!r} there."
         )
     return maker is not None
 

@@ -266,7 +266,7 @@ def conflicting_sizes(batch: Any) -> tuple[int, ...]:
 
 
 def _sizes(value: Any, seen: set[int], scalars: bool = True) -> Iterator[int]:
-    """Yield the first dimensions of the tensors in ``value``, in order."""
+    """Yield the size of the first dimension of each tensor in ``value``, in order."""
     if isinstance(value, Tensor):
         if value.dim():
             yield value.shape[0]

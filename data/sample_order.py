@@ -227,8 +227,8 @@ def length_of(loader: Any) -> int | None:
 def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
     """Limit a loader's iterator, which is at batch number ``start``, to the loader's length.
 
-    The iterator is read past its last batch only if doing so runs no user code in this process, or if a saved position
-    has to return to the beginning.
+    The iterator is read past its last batch only if doing so runs no user code in this process, or if that resets the
+    loader's saved position to the beginning.
     """
     length = length_of(loader)
     if length is None or isinstance(loader, Shard) or _stops_inside(loader, iterator):

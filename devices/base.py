@@ -82,7 +82,7 @@ class DeviceKind:
         return torch.bfloat16, torch.float16
 
     def capability(self, device: torch.device) -> tuple[int, int] | None:
-        """Return a GPU's compute capability; None for kinds that have none."""
+        """Return a GPU's compute capability, or None for devices without one."""
         return None
 
     # ---- time --------------------------------------------------------------------------------------------------------

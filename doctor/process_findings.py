@@ -43,7 +43,7 @@ def model_too_small(case: Case) -> Finding | None:
         f"One process would compute the whole batch in at most {duration(alone)}; {n} processes take "
         f"{duration(together)}.",
         f"Use {there(case, 'Trainer(devices=1)', 'paceline launch --num_processes 1')} with the whole batch. Several "
-        "processes pay off when a step computes longer than it communicates.",
+        "processes pay off when a step spends more time computing than communicating.",
         f"A step is at least {together / alone:.1f} times as fast; paceline doctor --try measures it.",
         wait / max(together, 1e-12),
     )

@@ -94,7 +94,7 @@ class History:
 
     @property
     def name(self) -> str:
-        """The log's name and version, or else the record's folder, plus the record's name unless it is the default."""
+        """The log's name and version, or the record's folder; then the record's name, unless it is the default."""
         name = self.facts.get("experiment") or self.path.resolve().parent.name
         return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 

@@ -120,7 +120,7 @@ def resolve(
     door: str = "Accelerator",
     late_variables: Mapping[str, Given] | None = None,
 ) -> Settings:
-    """Resolve the value of every setting. None means "not set", but an explicit no or False counts as a value.
+    """Resolve the value of every setting. None means "not set"; an explicit ``no`` or ``False`` counts as a value.
 
     Args:
         code: values from the program, by setting name; a :class:`Given` also records the value's source.

@@ -363,7 +363,7 @@ class FitLoop:
         self.close_epoch(complete=self.state.epoch_done)
 
     def end_epoch(self, complete: bool, outputs: Any) -> None:
-        """Do the end-of-epoch work. A later fit continues an epoch that is not ``complete``."""
+        """Do the end-of-epoch work. If the epoch is not ``complete``, a later fit continues it."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done, state.pending = complete, EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)

@@ -168,7 +168,7 @@ class ManagedOptimizer:
         self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
-        if "optimizer" not in self.__dict__:  # while it is being copied
+        if name.startswith("__") or "optimizer" not in vars(self):  # while it is being copied
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

@@ -52,6 +52,7 @@ class Accelerator(accelerator.Accelerator):
             kwargs["deepspeed_plugin"] = DeepSpeedPlugin()
         super().__init__(*args, **kwargs)
         self._deepspeed = self.state.deepspeed_plugin
+        self._deepspeed_steps: int | None = None  # micro-batches per update in the plugin's configuration
         if isinstance(self._deepspeed, DeepSpeedPlugin):
             self._deepspeed.set_mixed_precision(self.mixed_precision)
         # Loops for Accelerate skip to the resume position themselves, except with stateful data loaders.
@@ -71,7 +72,7 @@ class Accelerator(accelerator.Accelerator):
         if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self._deepspeed is not None:
             if isinstance(self._deepspeed, DeepSpeedPlugin):
                 steps, split = self.gradient_accumulation_steps, self.dataloader_config.split_batches
-                self._deepspeed.fill(objects, steps, self.strategy.num_data_ranks, split)
+                self._deepspeed_steps = self._deepspeed.fill(objects, steps, self.strategy.num_data_ranks, split)
                 self.prepared.clip_norm = self._deepspeed.clip_norm
             objects = tuple(created(objects, self._deepspeed))
         found = super().prepare(*objects, device_placement=device_placement)
@@ -133,9 +134,10 @@ class Accelerator(accelerator.Accelerator):
             return dl
         raise NotImplementedError(
             f"transformers.Trainer does not work with ParallelismConfig(sp_size={self.parallelism_config.sp_size}), "
-            "because it would split sequences a second time (accelerator.deepspeed_ulysses_dl_adapter). In the "
-            f"Trainer, use cp_size={self.parallelism_config.sp_size} instead. In a custom loop, remove the call to "
-            "that method, because accelerator.prepare(model, optimizer, loader) already splits sequences."
+            "because accelerator.deepspeed_ulysses_dl_adapter would split sequences a second time. In the Trainer, "
+            f"use cp_size={self.parallelism_config.sp_size} instead. In a custom loop, remove the call to "
+            "deepspeed_ulysses_dl_adapter, because accelerator.prepare(model, optimizer, loader) already splits "
+            "sequences."
         )
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
@@ -147,15 +149,35 @@ class Accelerator(accelerator.Accelerator):
         """Like ``paceline.Accelerator.backward``; with ``scale_wrt_gas=False``, a window's losses are not averaged."""
         if not scale_wrt_gas:
             loss = loss * self.gradient_accumulation_steps
+        if self._deepspeed_steps is not None:
+            self._accumulate_under_deepspeed(self._deepspeed_steps)
         super().backward(loss, num_items, **kwargs)
 
+    def _accumulate_under_deepspeed(self, steps: int) -> None:
+        """Keep the gradients of a loop that counts micro-batches itself, as transformers.Trainer does.
+
+        Such a loop does not call ``no_sync`` under DeepSpeed.
+
+        Raises:
+            ValueError: if the loop does not count, and the configuration has another number of micro-batches.
+        """
+        if self.gradient_state.by_hand:
+            for model in self.prepared.trained:
+                if model.strategy.communicates_gradients:
+                    model.strategy.sync_gradients(self.sync_gradients)
+        elif steps != self.gradient_accumulation_steps:
+            raise ValueError(
+                f"The DeepSpeed configuration has gradient_accumulation_steps={steps}, but the Accelerator has "
+                f"{self.gradient_accumulation_steps}. Leave one out, or write the same number in both."
+            )
+
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Like ``paceline.Accelerator.clip_grad_norm_``; within a window, it has no effect and reports so once."""
+        """Like ``paceline.Accelerator.clip_grad_norm_``, but inside an accumulation window it says once that it waits."""
         self._tell_clipping()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Like ``paceline.Accelerator.clip_grad_value_``; within a window, it has no effect and reports so once."""
+        """Like ``paceline.Accelerator.clip_grad_value_``, but inside an accumulation window it says once that it waits."""
         self._tell_clipping()
         super().clip_grad_value_(parameters, clip_value)
 

@@ -313,13 +313,17 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             found = 1.0 if self.is_auto(name) else self.get_value(name)
         return found
 
+    def micro_batches(self, steps: int | None) -> int | None:
+        """Return the Accelerator's number if it is set: the loop may count micro-batches itself, as DeepSpeed says."""
+        return self.decided("gradient_accumulation_steps") if steps is None else steps
+
     @property
     def clip_norm(self) -> float | None:
         """Maximum gradient norm at each step, known after :meth:`fill`; None means no clipping."""
         found = self.get_value("gradient_clipping")
         return float((self.decided("gradient_clipping") if found is None else found) or 0.0) or None
 
-    def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> None:
+    def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> int:
         """Replace the ``"auto"`` values that follow from the prepared objects.
 
         Args:
@@ -328,26 +332,19 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             world: number of processes.
             split: whether processes share batches.
 
-        Raises:
-            ValueError: if the configuration has a different number of micro-batches.
+        Returns:
+            The configuration's number of micro-batches. A loop that counts them itself may have another ``steps``.
         """
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size]
         sizes = [int(one.batch_size or 0) // (world if split else 1) for one in loaders]
         self._replace({"gradient_accumulation_steps": steps, "gradient_clipping": self.decided("gradient_clipping")})
-        found = self.get_value("gradient_accumulation_steps", steps)
-        if found != steps:
-            raise ValueError(
-                f"The DeepSpeed configuration has gradient_accumulation_steps={found!r}, but the Accelerator has "
-                f"{steps}, probably because the program counts micro-batches itself, as transformers.Trainer does. "
-                "DeepSpeed would lose the gradients of all micro-batches but the last. Use "
-                "gradient_accumulation_steps=1 with larger batches, or FSDP."
-            )
+        counted = int(self.get_value("gradient_accumulation_steps", steps))
         self._replace({_SHOWN["zero3_save_16bit_model"]: False})
         if sizes:
             self._replace({"train_micro_batch_size_per_gpu": (min if self.is_train_batch_min else max)(sizes)})
         micro = self.deepspeed_config.get("train_micro_batch_size_per_gpu")
         if isinstance(micro, int):
-            self._replace({"train_batch_size": micro * steps * world})
+            self._replace({"train_batch_size": micro * counted * world})
         for one in objects:
             if isinstance(one, nn.Module):
                 self._replace(_buckets(getattr(one, "config", None)))
@@ -357,6 +354,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
                 self._replace(
                     {f"scheduler.params.{name}": value for name, value in _lengths(one, world, split).items()}
                 )
+        return counted
 
     def _replace(self, values: Mapping[str, Any]) -> None:
         """Replace ``"auto"`` values; ``values`` has dotted names."""

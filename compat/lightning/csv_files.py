@@ -30,8 +30,8 @@ def deleting_old_files(open_writer: Callable[[Any], Any]) -> Callable[[Any], Any
         if logger.earlier_file is not None and not logger._run_marked and _written_at(logger) == logger.earlier_file:
             path = _path(logger)
             messages.warn(
-                f"Experiment logs directory {logger.log_dir} exists and is not empty. {path} is deleted, because a "
-                "new run overwrites it. Leave out version to log to a new folder."
+                f"The log directory {logger.log_dir} exists and is not empty. {path} will be deleted, because a new "
+                "run replaces it. To log to a new folder instead, leave out version=."
             )
             os.remove(path)
         return open_writer(logger)

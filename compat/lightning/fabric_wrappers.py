@@ -190,6 +190,8 @@ class _FabricStrategy:
         self._fabric = fabric
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self._fabric.strategy, name)
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import tempfile
 import warnings
 from typing import Any, NamedTuple
@@ -255,7 +256,9 @@ def page() -> str:
         "with:\n\n"
     )
     text += block("python", BEGIN)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as back:
+        back.callback(os.chdir, os.getcwd())
+        os.chdir(folder)
         for case in CASES:
             error = raised_by(case.program)
             text += heading(case.title, "-") + block("python", case.program)

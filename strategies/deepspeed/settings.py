@@ -96,6 +96,20 @@ class DeepSpeedSettings:
             )
         return field if config is None else config
 
+    def micro_batches(self, steps: int | None) -> int | None:
+        """Return the number of micro-batches per update, where ``steps`` is the Accelerator's, None if not set.
+
+        Raises:
+            ValueError: DeepSpeed is configured with another number.
+        """
+        own = self.decided("gradient_accumulation_steps")
+        if None not in (steps, own) and steps != own:
+            raise ValueError(
+                f"DeepSpeed is configured with gradient_accumulation_steps={own}, but the Accelerator with {steps}. "
+                "Leave one out."
+            )
+        return own if steps is None else steps
+
     def options(self) -> dict[str, Any]:
         """Return the arguments for DeepSpeedStrategy.
 

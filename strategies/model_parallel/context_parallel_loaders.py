@@ -31,8 +31,8 @@ class SplitBatches(SplitSequences):
                     return on_a_part(*args, **kwargs)
             if training:
                 raise RuntimeError(
-                    f"{_SAID} splits the sequences of batches, but a forward pass with gradients got none of the "
-                    "tensors of such a batch. Prepare the loader in the same call as the model, pass the tensors of "
+                    f"{_SAID} splits the sequences of batches, but a forward pass with gradients enabled got no tensor "
+                    "from a prepared loader. Prepare the loader in the same call as the model, pass the tensors of "
                     "its batches unchanged, and run evaluation under torch.no_grad()."
                 )
             return step(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import unittest
@@ -16,6 +17,7 @@ from rank_processes import ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
+from paceline.accelerator.plugins import GradientAccumulationPlugin
 from paceline.accelerator.process_state import AcceleratorState, PartialState
 from paceline.compat.accelerate import commands, deepspeed, details, testing
 from paceline.compat.accelerate.accelerator import Accelerator
@@ -272,11 +274,63 @@ def test_a_step_with_a_deepspeed_file_is_clipped_to_the_plugins_field() -> None:
     assert ranks(1, moved, limit=200)[0] == pytest.approx(0.25, rel=1e-3)
 
 
-def test_an_accumulation_of_a_trainer_under_deepspeed_is_an_error() -> None:
-    plugin = deepspeed.DeepSpeedPlugin(zero_stage=2)
-    plugin.deepspeed_config["gradient_accumulation_steps"] = 2
-    with pytest.raises(ValueError, match="has gradient_accumulation_steps=2, but the Accelerator has 1"):
-        plugin.fill([], 1, 1, False)
+def counted_by_the_loop(stage: int | None, steps: int) -> list[float]:
+    """Weights after two updates by a loop that counts the micro-batches itself, as transformers.Trainer does."""
+    plugins: dict[str, Any] = {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1)}
+    if stage is not None:
+        given = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": steps}
+        plugins["deepspeed_plugin"] = deepspeed.DeepSpeedPlugin(
+            hf_ds_config={**given, "zero_allow_untested_optimizer": True}
+        )
+    accelerator = Accelerator(cpu=True, **plugins)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    batches = torch.randn(2 * steps, 2, 3)[:, accelerator.process_index :: accelerator.num_processes]
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.5, momentum=0.5))
+    for number, batch in enumerate(batches, 1):
+        last = number % steps == 0
+        accelerator.gradient_state._set_sync_gradients(last)
+        with accelerator.no_sync(model) if stage is None and not last else contextlib.nullcontext():
+            accelerator.backward(model(batch).square().mean() / steps, scale_wrt_gas=False)
+        if last:
+            optimizer.step()
+            model.zero_grad()
+    return [float(value) for weight in accelerator.get_state_dict(model).values() for value in weight.flatten()]
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.rotates(5)), 2, pytest.param(3, marks=pytest.mark.rotates(5))]
+)
+def test_a_loop_that_counts_micro_batches_accumulates_under_deepspeed(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    plain = ranks(2, counted_by_the_loop, None, 3)[0]
+    for world in (1, 2):
+        assert ranks(world, counted_by_the_loop, stage, 3, limit=200)[0] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.rotates(5)
+def test_a_loop_that_does_not_count_needs_the_same_number_in_deepspeeds_configuration() -> None:
+    pytest.importorskip("deepspeed")
+
+    def step(steps: int) -> str:
+        plugin = deepspeed.DeepSpeedPlugin(
+            hf_ds_config={"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+        )
+        accelerator, weight = (
+            Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=steps),
+            nn.Linear(1, 1),
+        )
+        model, _ = accelerator.prepare(weight, torch.optim.SGD(weight.parameters(), 1.0))
+        try:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert ranks(1, step, 2, limit=200) == [""]
+    (said,) = ranks(1, step, 3, limit=200)
+    assert "has gradient_accumulation_steps=2, but the Accelerator has 3. Leave one out" in said
 
 
 @pytest.mark.parametrize(("steps", "gradient"), [(1, 3.0), (2, 3.0)])
