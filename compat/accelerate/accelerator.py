@@ -172,12 +172,12 @@ class Accelerator(accelerator.Accelerator):
             )
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Like ``paceline.Accelerator.clip_grad_norm_``, but inside an accumulation window it says once that it waits."""
+        """Like ``paceline.Accelerator.clip_grad_norm_``, but says once that nothing is clipped inside a window."""
         self._tell_clipping()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Like ``paceline.Accelerator.clip_grad_value_``, but inside an accumulation window it says once that it waits."""
+        """Like ``paceline.Accelerator.clip_grad_value_``, but says once that nothing is clipped inside a window."""
         self._tell_clipping()
         super().clip_grad_value_(parameters, clip_value)
 
