@@ -15,6 +15,7 @@ from ...accelerator.state_folders import Folders
 from ...checkpoint.storage import Location
 from ...settings import resolve
 from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
+from .engine_methods import EngineMethods
 from .evaluation import note_items, once_per_sample
 from .gradient_state import newest_is
 from .loader_classes import prepared
@@ -91,6 +92,9 @@ class Accelerator(accelerator.Accelerator):
     def _mark_models(self) -> None:
         for model in self._models:
             vars(model)["_is_accelerate_prepared"] = True
+        if self._deepspeed is not None:
+            for placement in self.prepared.trained:
+                EngineMethods(self.prepared, placement.module).attach(placement.module)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
         """Like ``paceline.Accelerator.save_state``, but processes may pass different folders; process 0's is used."""

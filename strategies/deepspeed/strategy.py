@@ -314,6 +314,11 @@ class DeepSpeedStrategy(DistributedStrategy):
             )
         return stepped
 
+    @property
+    def num_updates(self) -> int:
+        """Number of updates since the optimizer was set up."""
+        return 0 if self._engine is None else int(self._engine.global_steps)
+
     def _pass_settings(self, optimizer: Optimizer) -> None:
         """Copy learning rates and other settings to DeepSpeed's optimizer."""
         inner = self._engine.optimizer.param_groups
