@@ -177,6 +177,7 @@ def _change_callbacks() -> None:
     )
 
     BackboneFinetuning._every_optimizer = True
+    StochasticWeightAveraging._before_epochs = True
     of_epochs = EMAWeightAveraging.should_update
 
     def should_update(callback: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -219,6 +220,7 @@ def _replace_methods() -> None:
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
+    from ...trainer.lr_schedules import Schedules
     from ...trainer.metrics import MetricStore
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.run import Run
@@ -253,6 +255,7 @@ def _replace_methods() -> None:
         (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
         (RunState, "__eq__"): _same_state,
         (RunState, "x_axis"): _x_axis,
+        (Schedules, "steps"): lambda schedules: schedules.run.state.batch_idx + 1,
         **{(kind, "__call__"): _never_none(kind.__call__) for kind in (ClosureStep, FreeStep)},
         (ManualStep, "__call__"): _counting_batches(_never_none(ManualStep.__call__)),
         (TrainStep, "skip_loss"): _count_without_loss,
