@@ -64,7 +64,7 @@ def install(version: str) -> None:
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
     from ...trainer import hooks as trainer_hooks
-    from . import hooks, plugins, views
+    from . import hooks, lr_find, plugins, views
 
     start_run.log_hyperparameters = _then_saving(start_run.log_hyperparameters)
     users: list[Any] = [default_callbacks, start_run]
@@ -81,6 +81,7 @@ def install(version: str) -> None:
     hooks.list_only_hooks()
     trainer_hooks.overridden = hooks.as_lightning(trainer_hooks.overridden)
     checkpoint_contents.call = hooks.loading_as_lightning(checkpoint_contents.call)
+    lr_find.install()
     plugins.install()
     views.install()
     for module, name in _STRATEGIES.items():
@@ -139,7 +140,7 @@ def _change_callbacks() -> None:
     range_test, curve = tests.RangeTest, tests.LossCurve
     begin: Any = StochasticWeightAveraging._begin
     take_in: Any = CheckpointKeeper._take_in
-    rate, without_update = range_test.rate, curve.skip
+    without_update = curve.skip
 
     def rank(keeper: Any, path: str, score: Tensor | None, gone: Any) -> None:
         if score is not None and score.isnan():
@@ -172,7 +173,6 @@ def _change_callbacks() -> None:
             (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
             (curve, "skip"): skip_step,
             (range_test, "__post_init__"): lambda test: None,
-            (range_test, "rate"): lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr,
         }
     )
 

@@ -539,6 +539,15 @@ averaged, kept = Net(), Kept()
 mean = pl.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=2)
 pl.Trainer(**plain | {"max_epochs": 4, "callbacks": [kept, mean]}).fit(averaged)
 assert torch.allclose(averaged.layer.weight, torch.stack(kept.weights[1:]).mean(0)), kept.weights
+
+tested = Net()
+first = tested.layer(torch.ones(4)).item()
+asked = {"num_training": 4, "min_lr": 0.01, "max_lr": 1.0, "attr_name": "rate", "update_attr": False}
+found = pl.tuner.Tuner(pl.Trainer(**plain)).lr_find(tested, **asked)
+assert torch.allclose(torch.tensor(found.results["lr"]), 0.01 * 100 ** torch.tensor([0, 0.5, 0.75, 1])), found.results
+assert abs(found.results["loss"][0] - first / 1.98) < 1e-5, (found.results, first)
+found.results = {"lr": [1.0, 2.0, 20.0, 30.0], "loss": [4.0, 3.0, -4.0, 5.0]}
+assert found.suggestion(skip_begin=0) == 1.0 and found.suggestion(skip_begin=9) is None
 assert repr(type(net.hparams)(lr=1, b=2)) == '"b":  2\\n"lr": 1', net.hparams
 """
 
