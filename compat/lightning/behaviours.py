@@ -124,11 +124,13 @@ def _change_callbacks() -> None:
     from ...callbacks.device_stats_monitor import DeviceStatsMonitor
     from ...callbacks.early_stopping import EarlyStopping
     from ...callbacks.finetuning import BackboneFinetuning
+    from ...callbacks.lr_monitor import LearningRateMonitor
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
     from ...callbacks.weight_averaging import EMAWeightAveraging
     from .callbacks import (
+        due_without_scheduler,
         raising_runtime_error,
         refusing_uncalled,
         stats_hooks,
@@ -166,6 +168,7 @@ def _change_callbacks() -> None:
             (CheckpointKeeper, "state_dict"): with_absolute_paths(CheckpointKeeper.state_dict),
             (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
             (EarlyStopping, "_value"): raising_runtime_error(EarlyStopping._value),
+            (LearningRateMonitor, "_due_at_epoch"): due_without_scheduler(LearningRateMonitor._due_at_epoch),
             (ModelCheckpoint, "__init__"): refusing_uncalled(ModelCheckpoint.__init__),
             (ModelCheckpoint, "_monitor_has_value"): warning_without_validation(ModelCheckpoint._monitor_has_value),
             (StochasticWeightAveraging, "_begin"): begin_averaging,

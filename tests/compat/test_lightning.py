@@ -548,6 +548,11 @@ assert torch.allclose(torch.tensor(found.results["lr"]), 0.01 * 100 ** torch.ten
 assert abs(found.results["loss"][0] - first / 1.98) < 1e-5, (found.results, first)
 found.results = {"lr": [1.0, 2.0, 20.0, 30.0], "loss": [4.0, 3.0, -4.0, 5.0]}
 assert found.suggestion(skip_begin=0) == 1.0 and found.suggestion(skip_begin=9) is None
+
+monitor = pl.callbacks.LearningRateMonitor()
+trainer = pl.Trainer(**plain | {"logger": Written(), "callbacks": [monitor]})
+trainer.fit(Net(rate=0.25))  # no scheduler: at the start of the epoch too
+assert monitor.lrs == {"lr-SGD": [0.25]} and trainer.callback_metrics["lr-SGD"] == 0.25, monitor.lrs
 assert repr(type(net.hparams)(lr=1, b=2)) == '"b":  2\\n"lr": 1', net.hparams
 """
 
