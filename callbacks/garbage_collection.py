@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ FULL_EVERY = 10
 #: A full scan runs if new objects exceed this fraction of those that the last full scan left; Python uses the same
 #: rule.
 GROWTH = 0.25
+#: Fewer frozen objects than this are Python's own: a full collection of Python 3.12 freezes its immortal objects
+#: (PEP 683), some 400.
+OWN_FROZEN = 5000 if sys.version_info[:2] == (3, 12) else 0
 
 
 class GarbageCollection(Callback):
@@ -146,6 +150,12 @@ def _long_lived() -> int:
     return len(gc.get_objects(generation=2))
 
 
+def frozen_objects() -> int:
+    """Return the number of objects that :func:`gc.freeze` has frozen."""
+    found = gc.get_freeze_count()
+    return found if found > OWN_FROZEN else 0
+
+
 class _ProcessCollector:
     """The process's garbage collector, which several fits may use at the same time."""
 
@@ -175,7 +185,7 @@ class _ProcessCollector:
         Python can only unfreeze all objects at once.
         """
         with self.lock:
-            frozen = gc.get_freeze_count()
+            frozen = frozen_objects()
             if frozen and not (self.froze or self.copied):
                 messages.info_once(
                     f"GarbageCollection does not freeze any objects, because {frozen} were already frozen before "

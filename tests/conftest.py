@@ -35,6 +35,8 @@ os.environ["PACELINE_CONFIG_FILE"] = "none"
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 if sys.version_info < (3, 11):
     sys.modules["tomllib"] = importlib.import_module("tomli")  # pytest requires it there
+if sys.version_info >= (3, 14) and sys.platform == "linux":  # its forkserver cannot import the files of tests by name
+    multiprocessing.set_start_method("fork")
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # The first backward starts a thread for each device, after which a fork cannot run backward. Here it finds none;

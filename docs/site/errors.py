@@ -279,8 +279,9 @@ def raised_by(program: str) -> BaseException:
         mock.patch.object(devices, "count", lambda kind: int(kind == "cpu")),
         mock.patch("paceline.messages.is_installed", lambda package: package != "aim"),
         contextlib.redirect_stderr(io.StringIO()),
-        warnings.catch_warnings(action="ignore"),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")
         names["Trainer"] = lambda **given: Trainer(**{**QUIET, **given})
         try:
             exec(program, names)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline import Callback, Trainer
 from paceline.callbacks import GarbageCollection, LambdaCallback, garbage_collection
-from paceline.callbacks.garbage_collection import _PROCESS, FULL_EVERY, MOST_UNSEEN
+from paceline.callbacks.garbage_collection import _PROCESS, FULL_EVERY, MOST_UNSEEN, frozen_objects
 from paceline.doctor.doctor import Doctor
 from paceline.processes import launch
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.rotates(5)
 
 def collector() -> tuple[bool, tuple[int, int, int], int]:
     """The collector of the process, as it stands."""
-    return gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    return gc.isenabled(), gc.get_threshold(), frozen_objects()
 
 
 @pytest.fixture(autouse=True)
@@ -257,10 +257,10 @@ def test_what_somebody_else_froze_stays_frozen(quiet: dict[str, Any], caplog: py
     theirs = [[] for _ in range(100)]
     gc.freeze()
     try:
-        frozen = gc.get_freeze_count()
+        frozen = frozen_objects()
         with caplog.at_level("INFO"):
             fit(quiet, GarbageCollection())
-        assert 0.9 * frozen < gc.get_freeze_count() <= frozen  # some of them were freed
+        assert 0.9 * frozen < frozen_objects() <= frozen  # some of them were freed
         assert "does not freeze any objects" in caplog.text
         assert "gc.unfreeze()" in caplog.text
     finally:
@@ -269,9 +269,9 @@ def test_what_somebody_else_froze_stays_frozen(quiet: dict[str, Any], caplog: py
 
 
 def frozen_in_a_copy(quiet: dict[str, Any]) -> list[int]:
-    frozen = [gc.get_freeze_count()]
-    fit(quiet, GarbageCollection(), LambdaCallback(on_train_end=lambda *_: frozen.append(gc.get_freeze_count())))
-    return [*frozen, gc.get_freeze_count()]
+    frozen = [frozen_objects()]
+    fit(quiet, GarbageCollection(), LambdaCallback(on_train_end=lambda *_: frozen.append(frozen_objects())))
+    return [*frozen, frozen_objects()]
 
 
 def test_in_a_forked_rank_what_the_parent_left_stays_frozen(

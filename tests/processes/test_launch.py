@@ -422,6 +422,7 @@ STORES = """
 import gc
 from datetime import timedelta
 from torch.distributed import TCPStore
+from paceline.callbacks.garbage_collection import frozen_objects
 from paceline.processes.launch import start
 
 
@@ -438,7 +439,7 @@ if __name__ == "__main__":
     gc.disable()
     ports = leave()
     start(gc.collect, (), 2, "fork")
-    print(gc.get_freeze_count())
+    print(frozen_objects())
     print([TCPStore("127.0.0.1", port, is_master=False, timeout=SOON).add("asked", 1) for port in ports])
 """
 
