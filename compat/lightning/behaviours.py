@@ -88,6 +88,7 @@ def install(version: str) -> None:
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
     _change_loggers()
     _change_callbacks()
+    _change_averaging()
     _change_summaries()
     _change_tuner()
     _replace_methods()
@@ -128,7 +129,6 @@ def _change_callbacks() -> None:
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
-    from ...callbacks.weight_averaging import EMAWeightAveraging
     from .callbacks import (
         due_without_scheduler,
         raising_runtime_error,
@@ -181,6 +181,13 @@ def _change_callbacks() -> None:
 
     BackboneFinetuning._every_optimizer = True
     StochasticWeightAveraging._before_epochs = True
+    for name, hook in stats_hooks().items():
+        setattr(DeviceStatsMonitor, name, functools.wraps(getattr(DeviceStatsMonitor, name))(hook))
+
+
+def _change_averaging() -> None:
+    from ...callbacks.weight_averaging import EMAWeightAveraging
+
     of_epochs = EMAWeightAveraging.should_update
 
     def should_update(callback: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -189,8 +196,6 @@ def _change_callbacks() -> None:
         return step_idx >= (callback.update_starting_at_step or 0) and step_idx % callback.update_every_n_steps == 0
 
     _replace({(EMAWeightAveraging, "should_update"): should_update})
-    for name, hook in stats_hooks().items():
-        setattr(DeviceStatsMonitor, name, functools.wraps(getattr(DeviceStatsMonitor, name))(hook))
 
 
 def _change_summaries() -> None:
