@@ -99,14 +99,17 @@ class LearningRateMonitor(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.next_batch > 0:
             return  # already logged when the epoch began, before the fit resumed inside it
-        due = [optimizer for optimizer in trainer.optimizers if self._interval(trainer, optimizer) == "epoch"]
+        due = [optimizer for optimizer in trainer.optimizers if self._due_at_epoch(trainer, optimizer)]
         self._log(trainer, due, trainer.state.updates)
 
     def _interval(self, trainer: Trainer, optimizer: Optimizer) -> str:
         if self.logging_interval is not None:
             return self.logging_interval
-        intervals = {config.interval for config in _schedulers(trainer, optimizer)}
+        intervals = {config.interval for config in schedulers_of(trainer, optimizer)}
         return "epoch" if intervals == {"epoch"} else "step"
+
+    def _due_at_epoch(self, trainer: Trainer, optimizer: Optimizer) -> bool:
+        return self._interval(trainer, optimizer) == "epoch"
 
     def _log(self, trainer: Trainer, optimizers: list[Optimizer], step: int) -> None:
         values: dict[str, float] = {}
@@ -139,7 +142,8 @@ def _momentum(group: dict[str, Any]) -> float:
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
 
 
-def _schedulers(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
+def schedulers_of(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
+    """Return the configurations of the schedulers that advance the optimizer's learning rate."""
     return [c for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
 
 
@@ -147,7 +151,7 @@ def _name(trainer: Trainer, optimizer: Optimizer) -> str:
     """Return ``lr-SGD`` or the scheduler's name, with the suffix ``-1``, ``-2`` ... if the name is already in use."""
     seen: Counter[str] = Counter()
     for other in trainer.optimizers:
-        given = [config.name for config in _schedulers(trainer, other) if config.name]
+        given = [config.name for config in schedulers_of(trainer, other) if config.name]
         name = given[0] if given else f"lr-{type(other).__name__}"
         if other is optimizer:
             return f"{name}-{seen[name]}" if seen[name] else name

@@ -62,6 +62,9 @@ class StochasticWeightAveraging(Callback):
         Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
     """
 
+    #: Average the weights that each epoch starts with, not those that it ends with.
+    _before_epochs = False
+
     def __init__(
         self,
         swa_lrs: float | list[float],
@@ -169,7 +172,7 @@ class StochasticWeightAveraging(Callback):
                     "was resumed from a checkpoint without the callback's state. Only epochs from here on are averaged."
                 )
             self._begin(trainer, pl_module)
-            self._last_epoch = epoch - 1
+            self._last_epoch = epoch - 1 - self._before_epochs
         self._take_in(epoch - 1)  # in case a callback before this one wrote the checkpoint
 
     def _begin(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -192,7 +195,8 @@ class StochasticWeightAveraging(Callback):
         _replace_scheduler(trainer.lr_scheduler_configs, scheduler)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._take_in(trainer.current_epoch)
+        if not self._before_epochs:
+            self._take_in(trainer.current_epoch)
 
     def _take_in(self, epoch: int) -> None:
         if self._average is not None and epoch > self._last_epoch:

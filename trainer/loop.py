@@ -334,7 +334,7 @@ class FitLoop:
         if state.pending is not PLATEAUS and validation.every is not None and validation.due(state.batch_idx, reason):
             reason = self.validate()
         if schedules.step_plateaus and state.stepped:
-            schedules.advance(schedules.step_plateaus, state.updates)
+            schedules.advance(schedules.step_plateaus, schedules.steps())
         state.pending = NOTHING
         return reason
 

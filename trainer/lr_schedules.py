@@ -35,9 +35,13 @@ class Schedules:
         """
         state = self.run.state
         if state.stepped and self.step:
-            self.advance(self.step, state.updates)
+            self.advance(self.step, self.steps())
         if state.is_last_batch and self.epoch:
             self.advance(self.epoch, state.epoch + 1)
+
+    def steps(self) -> int:
+        """What the frequency of "step" schedulers counts: the optimizer steps of the run."""
+        return self.run.state.updates
 
     def advance(self, configs: list[SchedulerConfig], count: int) -> None:
         """Step each scheduler whose frequency divides ``count``; plateau schedulers get the value that they monitor."""

@@ -25,7 +25,7 @@ Mode = Literal["exponential", "linear"]
 _SMOOTHING = 0.98
 #: Number of steps at the start during which the loss depends more on the batches than on the rate. In these steps, the
 #: loss cannot stop the test.
-_SETTLING = 10
+SETTLING = 10
 
 
 @dataclass
@@ -182,7 +182,13 @@ class RangeTest:
 
 
 class LossCurve:
-    """Records the loss of each accumulation window and decides when to stop the test."""
+    """Records the loss of each accumulation window and decides when to stop the test.
+
+    Attributes:
+        head_start: number of steps before the first that the smoothing counts, with a loss of zero.
+    """
+
+    head_start = 0
 
     def __init__(self, run: Run, found: LRFinder, threshold: float | None, rate: Any) -> None:
         self.run, self.found, self.threshold, self.rate = run, found, threshold, rate
@@ -199,12 +205,12 @@ class LossCurve:
             return self.skip()
         step = len(results["lr"]) + 1
         self.average = _SMOOTHING * self.average + (1 - _SMOOTHING) * total / count
-        smooth = self.average / (1 - _SMOOTHING**step)
+        smooth = self.average / (1 - _SMOOTHING ** (step + self.head_start))
         results["lr"].append(self.rate(step - 1))
         results["loss"].append(smooth)
-        settled = step > _SETTLING or not math.isfinite(smooth)
+        settled = step > SETTLING or not math.isfinite(smooth)
         exploded = self.threshold is not None and settled and not smooth <= self.threshold * self.best
-        if step >= _SETTLING:
+        if step >= SETTLING:
             self.best = min(self.best, smooth)
         return exploded or step >= self.found.num_training
 

@@ -64,7 +64,7 @@ def install(version: str) -> None:
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
     from ...trainer import hooks as trainer_hooks
-    from . import hooks, plugins, views
+    from . import hooks, lr_find, plugins, views
 
     start_run.log_hyperparameters = _then_saving(start_run.log_hyperparameters)
     users: list[Any] = [default_callbacks, start_run]
@@ -81,12 +81,14 @@ def install(version: str) -> None:
     hooks.list_only_hooks()
     trainer_hooks.overridden = hooks.as_lightning(trainer_hooks.overridden)
     checkpoint_contents.call = hooks.loading_as_lightning(checkpoint_contents.call)
+    lr_find.install()
     plugins.install()
     views.install()
     for module, name in _STRATEGIES.items():
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
     _change_loggers()
     _change_callbacks()
+    _change_averaging()
     _change_summaries()
     _change_tuner()
     _replace_methods()
@@ -123,11 +125,12 @@ def _change_callbacks() -> None:
     from ...callbacks.device_stats_monitor import DeviceStatsMonitor
     from ...callbacks.early_stopping import EarlyStopping
     from ...callbacks.finetuning import BackboneFinetuning
+    from ...callbacks.lr_monitor import LearningRateMonitor
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
-    from ...callbacks.weight_averaging import EMAWeightAveraging
     from .callbacks import (
+        due_without_scheduler,
         raising_runtime_error,
         refusing_uncalled,
         stats_hooks,
@@ -139,7 +142,7 @@ def _change_callbacks() -> None:
     range_test, curve = tests.RangeTest, tests.LossCurve
     begin: Any = StochasticWeightAveraging._begin
     take_in: Any = CheckpointKeeper._take_in
-    rate, without_update = range_test.rate, curve.skip
+    without_update = curve.skip
 
     def rank(keeper: Any, path: str, score: Tensor | None, gone: Any) -> None:
         if score is not None and score.isnan():
@@ -165,6 +168,7 @@ def _change_callbacks() -> None:
             (CheckpointKeeper, "state_dict"): with_absolute_paths(CheckpointKeeper.state_dict),
             (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
             (EarlyStopping, "_value"): raising_runtime_error(EarlyStopping._value),
+            (LearningRateMonitor, "_due_at_epoch"): due_without_scheduler(LearningRateMonitor._due_at_epoch),
             (ModelCheckpoint, "__init__"): refusing_uncalled(ModelCheckpoint.__init__),
             (ModelCheckpoint, "_monitor_has_value"): warning_without_validation(ModelCheckpoint._monitor_has_value),
             (StochasticWeightAveraging, "_begin"): begin_averaging,
@@ -172,11 +176,18 @@ def _change_callbacks() -> None:
             (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
             (curve, "skip"): skip_step,
             (range_test, "__post_init__"): lambda test: None,
-            (range_test, "rate"): lambda test, step: rate(test, step) if test.num_training > 1 else test.min_lr,
         }
     )
 
     BackboneFinetuning._every_optimizer = True
+    StochasticWeightAveraging._before_epochs = True
+    for name, hook in stats_hooks().items():
+        setattr(DeviceStatsMonitor, name, functools.wraps(getattr(DeviceStatsMonitor, name))(hook))
+
+
+def _change_averaging() -> None:
+    from ...callbacks.weight_averaging import EMAWeightAveraging
+
     of_epochs = EMAWeightAveraging.should_update
 
     def should_update(callback: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -185,8 +196,6 @@ def _change_callbacks() -> None:
         return step_idx >= (callback.update_starting_at_step or 0) and step_idx % callback.update_every_n_steps == 0
 
     _replace({(EMAWeightAveraging, "should_update"): should_update})
-    for name, hook in stats_hooks().items():
-        setattr(DeviceStatsMonitor, name, functools.wraps(getattr(DeviceStatsMonitor, name))(hook))
 
 
 def _change_summaries() -> None:
@@ -219,6 +228,7 @@ def _replace_methods() -> None:
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
+    from ...trainer.lr_schedules import Schedules
     from ...trainer.metrics import MetricStore
     from ...trainer.optimizers import ManagedOptimizer
     from ...trainer.run import Run
@@ -253,6 +263,7 @@ def _replace_methods() -> None:
         (Profiler, "around"): lambda profiler, name, function: around(profiler, _action(name), function),
         (RunState, "__eq__"): _same_state,
         (RunState, "x_axis"): _x_axis,
+        (Schedules, "steps"): lambda schedules: schedules.run.state.batch_idx + 1,
         **{(kind, "__call__"): _never_none(kind.__call__) for kind in (ClosureStep, FreeStep)},
         (ManualStep, "__call__"): _counting_batches(_never_none(ManualStep.__call__)),
         (TrainStep, "skip_loss"): _count_without_loss,

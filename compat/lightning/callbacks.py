@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ... import messages
 from ...callbacks.loss_guard import LossGuard
+from ...callbacks.lr_monitor import schedulers_of
 from ...callbacks.model_summary import Summary, human_readable, table
 
 #: Private methods of Lightning's ModelCheckpoint that have no equivalent in Paceline.
@@ -26,6 +27,16 @@ _UNCALLED = (
     "_should_save_on_train_epoch_end",
     "_should_skip_saving_checkpoint",
 )
+
+
+def due_without_scheduler(due: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap ``_due_at_epoch`` to log an optimizer without a scheduler at the start of epochs as well as at steps."""
+
+    def due_at_epoch(monitor: Any, trainer: Any, optimizer: Any) -> bool:
+        always = monitor.logging_interval is None and not schedulers_of(trainer, optimizer)
+        return always or due(monitor, trainer, optimizer)
+
+    return due_at_epoch
 
 
 def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:

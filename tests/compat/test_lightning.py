@@ -516,6 +516,44 @@ written = Written()
 more = {"logger": written, "accumulate_grad_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 0}
 pl.Trainer(**plain | more).fit(Half(), DataLoader(torch.ones(5, 4)), data)
 assert [one[0] for one in written.calls if "half" in one] == [0, 0, 1, 1, 2], written.calls
+
+class Sometimes(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 3}]
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.called.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+for window, rates in ((1, [1, 1, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25]), (2, [1] * 8)):  # counts the batches of the epoch
+    pl.Trainer(**plain | {"max_epochs": 2, "accumulate_grad_batches": window}).fit(sometimes := Sometimes())
+    assert sometimes.called == rates, (window, sometimes.called)
+
+class Kept(pl.Callback):
+    def __init__(self):
+        self.weights = []
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.weights.append(pl_module.layer.weight.detach().clone())
+
+averaged, kept = Net(), Kept()
+mean = pl.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=2)
+pl.Trainer(**plain | {"max_epochs": 4, "callbacks": [kept, mean]}).fit(averaged)
+assert torch.allclose(averaged.layer.weight, torch.stack(kept.weights[1:]).mean(0)), kept.weights
+
+tested = Net()
+first = tested.layer(torch.ones(4)).item()
+asked = {"num_training": 4, "min_lr": 0.01, "max_lr": 1.0, "attr_name": "rate"}
+asked |= {"update_attr": False, "early_stop_threshold": None}  # the loss may fall below 0
+found = pl.tuner.Tuner(pl.Trainer(**plain)).lr_find(tested, **asked)
+assert torch.allclose(torch.tensor(found.results["lr"]), 0.01 * 100 ** torch.tensor([0, 0.5, 0.75, 1])), found.results
+assert abs(found.results["loss"][0] - first / 1.98) < 1e-5, (found.results, first)
+found.results = {"lr": [1.0, 2.0, 20.0, 30.0], "loss": [4.0, 3.0, -4.0, 5.0]}
+assert found.suggestion(skip_begin=0) == 1.0 and found.suggestion(skip_begin=9) is None
+
+monitor = pl.callbacks.LearningRateMonitor()
+trainer = pl.Trainer(**plain | {"logger": Written(), "callbacks": [monitor]})
+trainer.fit(Net(rate=0.25))  # no scheduler: at the start of the epoch too
+assert monitor.lrs == {"lr-SGD": [0.25]} and trainer.callback_metrics["lr-SGD"] == 0.25, monitor.lrs
 assert repr(type(net.hparams)(lr=1, b=2)) == '"b":  2\\n"lr": 1', net.hparams
 """
 

@@ -1,0 +1,43 @@
+"""The learning rate range test with Lightning's rates, smoothing and suggestion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...tuner import lr_range_test
+from ...tuner.lr_range_test import LossCurve, LRFinder, RangeTest
+
+
+def install() -> None:
+    """Change the range test."""
+    lr_range_test.SETTLING = 1
+    LossCurve.head_start = 1
+    setattr(RangeTest, "rate", rate)  # noqa: B010
+    setattr(LRFinder, "suggestion", _suggesting(LRFinder.suggestion))  # noqa: B010
+
+
+def rate(test: RangeTest, step: int) -> float:
+    """Return the learning rate for a step (0-based). The second step is two shares above the first."""
+    share = (step + 1) / test.num_training if step else 0
+    if test.mode == "linear":
+        return test.min_lr + (test.max_lr - test.min_lr) * share
+    return test.min_lr * (test.max_lr / test.min_lr) ** share
+
+
+def _suggesting(without: Callable[..., float | None]) -> Callable[..., float | None]:
+    """Wrap ``suggestion`` to return the rate at which the loss falls fastest per unit of the rate, not of its log."""
+
+    def suggestion(found: Any, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        losses, rates = torch.tensor(found.results["loss"]), torch.tensor(found.results["lr"])
+        at = torch.arange(len(losses))[skip_begin : len(losses) - skip_end]
+        at = at[losses[at].isfinite()]
+        if len(at) < 2:
+            return without(found, skip_begin, skip_end)
+        (slope,) = torch.gradient(losses[at], spacing=(rates[at],))
+        found._optimal_idx = int(at[slope.argmin()])
+        return found.results["lr"][found._optimal_idx]
+
+    return suggestion
