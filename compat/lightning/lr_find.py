@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from ...tuner import lr_range_test
-from ...tuner.lr_range_test import LossCurve, LRFinder, RangeTest
-
 
 def install() -> None:
     """Change the range test."""
-    lr_range_test.SETTLING = 1
-    LossCurve.head_start = 1
-    setattr(RangeTest, "rate", rate)  # noqa: B010
-    setattr(LRFinder, "suggestion", _suggesting(LRFinder.suggestion))  # noqa: B010
+    tests: Any = import_module("paceline.tuner.lr_range_test")
+    tests.SETTLING = 1
+    tests.LossCurve.head_start = 1
+    tests.RangeTest.rate = rate
+    tests.LRFinder.suggestion = _suggesting(tests.LRFinder.suggestion)
 
 
-def rate(test: RangeTest, step: int) -> float:
+def rate(test: Any, step: int) -> float:
     """Return the learning rate for a step (0-based). The second step is two shares above the first."""
     share = (step + 1) / test.num_training if step else 0
     if test.mode == "linear":

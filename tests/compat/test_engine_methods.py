@@ -73,7 +73,8 @@ def test_a_checkpoint_under_deepspeed_restores_weights_and_optimizer(stage: int,
 
 
 def test_frozen_parameters_are_left_out_of_a_checkpoint(tmp_path: Path) -> None:
-    _, model, _ = prepared(None)
+    accelerator, model, _ = prepared(None)
+    assert accelerator.prepared.models == [model]
     model[0].requires_grad_(False)
     model.save_16bit_model(tmp_path, "some.bin", exclude_frozen_parameters=True)
     assert sorted(torch.load(tmp_path / "some.bin")) == ["2.bias", "2.weight"]
@@ -82,7 +83,8 @@ def test_frozen_parameters_are_left_out_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
-    _, model, _ = prepared(None)
+    accelerator, model, _ = prepared(None)
+    assert accelerator.prepared.models == [model]
     assert model.load_checkpoint(tmp_path) == (None, {})
     with pytest.raises(FileNotFoundError, match=r"that DeepSpeed itself has written.*zero_to_fp32"):
         model.load_checkpoint(tmp_path, "global_step3")
