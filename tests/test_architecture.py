@@ -427,9 +427,10 @@ def undescribed(module: ModuleType) -> Iterator[str]:
         if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
             continue
         if inspect.isclass(value):
-            methods = [m for m in vars(value).values() if inspect.isfunction(m) and not m.__name__.startswith("_")]
+            named = [(key, m.__name__) for key, m in vars(value).items() if inspect.isfunction(m)]
+            methods = [own for key, own in named if not key.startswith("_") and not own.startswith("_")]
             # An overriding method is described where it is first defined: getdoc looks there.
-            yield from (f"{name}.{m.__name__}" for m in methods if not inspect.getdoc(getattr(value, m.__name__)))
+            yield from (f"{name}.{own}" for own in methods if not inspect.getdoc(getattr(value, own)))
         if (inspect.isclass(value) or inspect.isfunction(value)) and not value.__doc__:
             yield name
 

@@ -232,6 +232,7 @@ def take_arguments(strategy: Any) -> None:
         if devices and isinstance(self, DistributedStrategy):
             self.devices = list(devices)
 
+    take.__annotations__ = init.__annotations__  # if they were assigned, wraps() of Python 3.14 omits them
     vars(take)["__signature__"] = _typed(init)
     strategy.__init__ = take
 
