@@ -28,6 +28,12 @@ REASONS: dict[str, str] = {
     "strategies/deepspeed/test_strategy.py::test_layers_made_in_configure_model_are_split_at_once_in_stage_3": (
         "the first use of a stage of DeepSpeed compiles and imports"
     ),
+    "strategies/deepspeed/test_strategy.py::test_evaluation_in_between_and_later_runs_go_through_the_same_weights": (
+        "the first use of a stage of DeepSpeed compiles and imports"
+    ),
+    "strategies/deepspeed/test_strategy.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit": (
+        "the first use of a stage of DeepSpeed compiles and imports"
+    ),
     "loggers/test_resume.py::test_wandb_goes_on_with_the_run_of_the_checkpoint": "starts wandb's own process twice",
     "compat/test_lightning.py::test_a_program_and_the_processes_that_it_starts_find_it": (
         "cold: three fresh interpreters one after the other, each of which imports torch"

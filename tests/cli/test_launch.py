@@ -23,7 +23,7 @@ from paceline.processes.cluster_environment import find_cluster
 from paceline.settings import resolve
 
 pytestmark = [
-    pytest.mark.rotates(2),
+    pytest.mark.rotates(5),
     pytest.mark.skipif(sys.platform != "linux", reason="looks into processes as Linux shows them"),
 ]
 

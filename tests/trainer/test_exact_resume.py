@@ -30,7 +30,7 @@ from paceline.callbacks.checkpoint_retention import Checkpoint
 from paceline.loggers import Logger
 from paceline.processes.seed import seed_all
 
-pytestmark = pytest.mark.rotates(2)
+pytestmark = pytest.mark.rotates(5)
 
 SIZE = 22
 

@@ -574,10 +574,15 @@ class Grows(Transformer):
             self.trainer.optimizers[0].add_param_group({"params": [self.scale]})
 
 
+class Adafactor(torch.optim.SGD):
+    """An optimizer of another package, by its name."""
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
     (Manual, {}, "NotImplementedError", "Manual uses manual optimization"),
     (partial(Transformer, torch.optim.LBFGS), {}, "ValueError", "LBFGS needs full parameters"),
     (partial(Transformer, torch.optim.Adagrad), {}, "ValueError", "Adagrad needs full parameters"),
+    (partial(Transformer, Adafactor), {}, "ValueError", "Adafactor needs full parameters"),
     (Grows, {}, "RuntimeError", "has 2 parameter groups, but it had 1"),
     (Transformer, {"precision": "64-true"}, "ValueError", "DeepSpeed does not support precision='64-true'"),
 ]

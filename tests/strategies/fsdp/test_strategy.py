@@ -24,7 +24,7 @@ from paceline import Accelerator, Trainer, TrainingModule
 from paceline.callbacks import Callback, EMAWeightAveraging
 from paceline.strategies import DDPStrategy, FSDPStrategy
 
-pytestmark = pytest.mark.rotates(2)
+pytestmark = pytest.mark.rotates(5)
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 QUIET: dict[str, Any] = {
