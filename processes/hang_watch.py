@@ -29,6 +29,9 @@ from .thread_stacks import stacks
 NOTICE_SECONDS = 60.0
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
+#: A rank that times out closes its connections first and tells the others then.
+_GAVE_UP_SECONDS = 1.0
+_GAVE_UP = "gave up"
 _SILENT = "does not respond (it has exited, or its machine cannot be reached)"
 _TIMED_OUT = ("timed out", "timeout")
 _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed", "connection refused")
@@ -87,14 +90,16 @@ class Watch:
         text = str(error).lower()
         if not isinstance(error, RuntimeError) or isinstance(error, _RankError) or self._thread is None:
             return None
-        if any(sign in text for sign in _TIMED_OUT):
+        timed_out = any(sign in text for sign in _TIMED_OUT)
+        gone = not timed_out and any(sign in text for sign in _GONE)
+        if timed_out or (gone and self._another_gave_up()):
             return _RankError(
                 f"Rank {self.rank} timed out waiting for another rank at {self._here()}. {self._where_all_are()} "
                 "Every rank must make the same calls in the same order: look for a call inside `if "
                 "trainer.is_global_zero`, for ranks with different numbers of batches, and for a rank that is slower "
                 "than the time limit (the strategy's timeout=timedelta(...))."
             )
-        if any(sign in text for sign in _GONE):
+        if gone:
             return _RankError(
                 f"Rank {self.rank} lost the connection to another rank, which has exited. Rank {self.rank} was at "
                 f"{self._here()}. The error of the rank that exited first shows the cause. If no rank shows an error, "
@@ -167,6 +172,13 @@ class Watch:
             waited, others = time.monotonic() - self._since, self._describe(self._ask_all(question, self._store))
             messages.info_anywhere(f"Rank {self.rank} has been waiting at {self._here()} for {waited:.0f} s. {others}")
 
+    def _another_gave_up(self) -> bool:
+        """Return True if the connection is closed because another rank's time was up: then no rank has exited."""
+        try:
+            return _read(self._store.clone(), _GAVE_UP, time.monotonic() + _GAVE_UP_SECONDS) is not None
+        except RuntimeError:  # the store's host has exited
+            return False
+
     def _where_all_are(self) -> str:
         """Return sentences that describe where the other ranks are.
 
@@ -175,6 +187,7 @@ class Watch:
         question = self._answered
         try:
             store = self._store.clone()  # waiting in the thread's own store would keep the thread from replying
+            store.set(_GAVE_UP, str(self.rank))
             if self._is_mine(question, store):
                 return self._describe(self._ask_all(question, store))
             answers = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
