@@ -1,8 +1,8 @@
-"""Which cells of a large matrix this run takes: ``make test`` takes a share that moves on with every landing.
+"""Which tests this run takes: of the costly ones, ``make test`` takes a share that moves on with every landing.
 
-Landings (commits of the first line of parents) in a row take one share after the other, so ten take all cells.
-``make test-all`` takes all at once, ``--rotation N`` those of one landing. The tests that are marked ``rotates(runs)``,
-because they are costly, form such a matrix too. Nothing is left out where single files are run.
+``costly.txt`` names those that take more than half a second of the processors, and how many landings (commits of the
+first line of parents) in a row take all of them. The large matrices take their share of cells themselves. ``make
+test-all`` takes everything, ``--rotation N`` the shares of one landing. Nothing is left out where single files are run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 import pytest
 
 PERIOD = 10
+COSTLY = "costly.txt"
 VARIABLE = "PACELINE_TESTS_ROTATION"
 Cell = TypeVar("Cell")
 
@@ -37,23 +38,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the marked tests of other runs, where all tests are asked for."""
-    if Path(__file__).parent not in [Path(config.invocation_params.dir, argument) for argument in config.args]:
+    """Leave out the costly tests of other runs, where all tests are asked for."""
+    folder = Path(__file__).parent
+    if folder not in [Path(config.invocation_params.dir, argument) for argument in config.args]:
         return
-    marked: dict[int, list[pytest.Item]] = {}
+    runs = costly(folder / COSTLY)
+    cells: dict[int, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        if mark := item.get_closest_marker("rotates"):
-            marked.setdefault(mark.args[0], []).append(item)
+        file, test = item.nodeid.split("::")[0], item.nodeid.split("[")[0]
+        if file in runs:
+            cells.setdefault(runs[file], {}).setdefault(file, []).append(item)
+        elif test in runs:
+            cells.setdefault(runs[test], {}).setdefault(item.nodeid, []).append(item)
     others: set[pytest.Item] = set()
-    for runs, cells in marked.items():
-        cells.sort(key=lambda item: item.nodeid)
-        others |= set(cells).difference(share(cells, runs))
+    for number, tests in cells.items():
+        others.update(*(tests[cell] for cell in set(tests).difference(share(sorted(tests), number))))
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]
 
 
+def costly(path: Path) -> dict[str, int]:
+    """By name, among how many runs the tests of a file (as one: they share a fixture) or a test's cells are shared."""
+    lines = [line.split() for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return {name: int(runs) for runs, name in lines}
+
+
 def pytest_report_header() -> str:
-    return f"share of the large matrices: {os.environ[VARIABLE]} of {PERIOD} (make test-all takes all)"
+    return f"share of the costly tests: {os.environ[VARIABLE]} of {PERIOD} (make test-all takes all)"
 
 
 def share(cells: Sequence[Cell], runs: int = PERIOD) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""The time that tests take: the end of a run names the slowest, and each of more than ten seconds with its reason."""
+"""The time that tests take: the end of a run names the slowest, and those without a reason or a line in costly.txt."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rotation import COSTLY, costly
 
-#: Why a test may take more than ten seconds. Look at it when the end of a run says that one has no reason.
+#: Why a test, or one of a file, may take more than ten seconds. Look at one that has none.
 REASONS: dict[str, str] = {
     "faults/test_strikes.py::test_a_training_that_is_killed_again_and_again_ends_where_one_does_that_was_left_alone": (
         "trains a whole run, kills it three times, and compares"
@@ -22,18 +24,7 @@ REASONS: dict[str, str] = {
     "faults/test_two_nodes.py::test_two_machines_learn_what_one_with_as_many_processes_learns": (
         "six fresh interpreters in two network namespaces"
     ),
-    "strategies/deepspeed/test_strategy.py::test_two_ranks_learn_what_one_process_with_their_batches_together_learns": (
-        "the first use of a stage of DeepSpeed compiles and imports"
-    ),
-    "strategies/deepspeed/test_strategy.py::test_layers_made_in_configure_model_are_split_at_once_in_stage_3": (
-        "the first use of a stage of DeepSpeed compiles and imports"
-    ),
-    "strategies/deepspeed/test_strategy.py::test_evaluation_in_between_and_later_runs_go_through_the_same_weights": (
-        "the first use of a stage of DeepSpeed compiles and imports"
-    ),
-    "strategies/deepspeed/test_strategy.py::test_a_resumed_run_is_the_uninterrupted_one_to_the_bit": (
-        "the first use of a stage of DeepSpeed compiles and imports"
-    ),
+    "strategies/deepspeed/test_strategy.py": "the first use of a stage of DeepSpeed compiles and imports",
     "loggers/test_resume.py::test_wandb_goes_on_with_the_run_of_the_checkpoint": "starts wandb's own process twice",
     "compat/test_lightning.py::test_a_program_and_the_processes_that_it_starts_find_it": (
         "cold: three fresh interpreters one after the other, each of which imports torch"
@@ -79,6 +70,9 @@ REASONS: dict[str, str] = {
     ),
 }
 LIMIT_SECONDS = 10.0
+#: Tests that take more of the processors than this, and are neither in ``REASONS`` nor in ``costly.txt``, are named.
+COSTLY_SECONDS = 2.0
+COSTLY_TESTS = costly(Path(__file__).with_name(COSTLY))
 STARTED = pytest.StashKey[float]()
 
 
@@ -113,17 +107,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     total, busy = sum(seconds.values()), sum(cpu.values())
     slowest = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    shown = [
-        name
-        for number, name in enumerate(slowest)
-        if number < config.getoption("slowest") or seconds[name] > LIMIT_SECONDS
-    ]
+    remarks = {name: _remark(name, seconds[name], cpu[name]) for name in slowest}
     began = os.environ.get("PACELINE_MAKE_BEGAN")
     if began is not None:
         terminalreporter.write_line(f"make has taken {time.time() - int(began):.0f} s until here")
     terminalreporter.section(f"slowest tests of {len(seconds)}, which took {total:.0f} s, {busy:.0f} s of processors")
-    for name in shown:
-        reason = (
-            REASONS.get(name.partition("[")[0], "NO REASON in tests/slow.py") if seconds[name] > LIMIT_SECONDS else ""
-        )
-        terminalreporter.write_line(f"{seconds[name]:6.1f} s {cpu[name]:6.1f} s  {name}  {reason}".rstrip())
+    for number, name in enumerate(slowest):
+        if number < config.getoption("slowest") or remarks[name]:
+            terminalreporter.write_line(f"{seconds[name]:6.1f} s {cpu[name]:6.1f} s  {name}  {remarks[name]}".rstrip())
+
+
+def _remark(name: str, seconds: float, cpu: float) -> str:
+    test = name.partition("[")[0]
+    names = (test, test.partition("::")[0])
+    reason = next((REASONS[known] for known in names if known in REASONS), "")
+    if seconds > LIMIT_SECONDS:
+        return reason or "NO REASON in tests/slow.py"
+    if cpu > COSTLY_SECONDS and not reason and COSTLY_TESTS.keys().isdisjoint(names):
+        return "NOT in tests/costly.txt"
+    return ""

@@ -70,7 +70,6 @@ def test_a10_k4_the_package_alone_imports_not_even_torch() -> None:
     assert [m for m in modules if m.startswith("paceline")] == ["paceline", "paceline.lazy_names", "paceline.old_paths"]
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize(
     "statement",
     [

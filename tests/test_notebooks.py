@@ -51,7 +51,6 @@ def test_there_are_the_five_notebooks() -> None:
     assert NAMES == ["callbacks_and_logging", "checkpoints_and_resume", "first_fit", "own_loop", "what_is_slow"]
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_and_prints_what_it_shows(name: str, run: ModuleType, tmp_path: Path) -> None:
     before, now = code_cells(stored(name)), code_cells(run.executed(FOLDER / f"{name}.ipynb", tmp_path))

@@ -234,7 +234,6 @@ MEASURED = {
 }
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize("written", MEASURED)
 def test_a_rank_keeps_what_the_picture_of_strategies_shows(written: str, make: ModuleType) -> None:
     drawn = importlib.import_module("strategy_placement")

@@ -225,7 +225,6 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert required == {"torch", "torchmetrics", "tensorboard", "wandb", "packaging", "PyYAML", "rich", "safetensors"}
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("form", ["wheel", "editable"])
 def test_an_installation_works_outside_the_checkout(form: str, source: Path, wheel: Path, tmp_path: Path) -> None:
     python = new_environment(tmp_path / "environment")
@@ -261,7 +260,6 @@ def strict_errors(checker: str, python: Path, folder: Path) -> str:
     return done.stdout.replace("0 errors, 0 warnings, 0 informations", "").strip() + done.stderr
 
 
-@pytest.mark.rotates(10)
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_a_strict_type_checker_accepts_a_program_that_uses_the_installed_wheel(
     checker: str, wheel: Path, tmp_path: Path

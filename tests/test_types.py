@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-import pytest
-
 from paceline import Trainer
 from paceline.accelerator.enums import BackendName, MixedName, TrackerName
 from paceline.accelerator.plugins import ModeName
@@ -142,7 +140,6 @@ def loop(accelerator: Accelerator, net: torch.nn.Linear, optimizer: Optimizer, l
 """
 
 
-@pytest.mark.rotates(2)
 def test_a_type_checker_accepts_right_programs_and_points_at_wrong_words(tmp_path: Path) -> None:
     (tmp_path / "paceline").symlink_to(ROOT)
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -67,7 +67,6 @@ def test_u10_half_of_a_launch_is_an_error_rather_than_many_main_processes(monkey
         PartialState()
 
 
-@pytest.mark.rotates(2)
 def test_a4_f2_torchrun_starts_processes_that_know_their_place(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -103,7 +103,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize("kind", ["aligned", "misaligned"])
 def test_i6_memory_stays_under_the_limit_and_one_block(
     kind: str, weights: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,7 +117,6 @@ def test_i6_memory_stays_under_the_limit_and_one_block(
     assert found["after"] < limit - found["block"] + ALLOWED, "what was fetched stays after the run"
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize("form", ["meta", "bfloat16", "made"])
 def test_loading_takes_no_more_than_the_model_and_a_chunk(
     form: str, weights: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,8 +26,6 @@ from paceline.big_model import deferred_weights, sharded_loading, weight_files
 from paceline.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
-pytestmark = pytest.mark.rotates(5)
-
 WORDS, WIDTH, LENGTH = 26, 8, 5
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -23,8 +23,6 @@ from paceline.callbacks.garbage_collection import _PROCESS, FULL_EVERY, MOST_UNS
 from paceline.doctor.doctor import Doctor
 from paceline.processes import launch
 
-pytestmark = pytest.mark.rotates(5)
-
 
 def collector() -> tuple[bool, tuple[int, int, int], int]:
     """The collector of the process, as it stands."""

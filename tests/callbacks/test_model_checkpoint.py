@@ -756,7 +756,6 @@ def restarted(folder: Path, **arguments: Any) -> dict[str, float]:
     return {Path(path).name: score.item() for path, score in checkpoint.best_k_models.items()}
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("place", DEADLY)
 @pytest.mark.parametrize(
     "arguments",

@@ -29,8 +29,6 @@ from paceline.loggers import CSVLogger
 from paceline.messages import PacelineWarning
 from paceline.strategies import FSDPStrategy
 
-pytestmark = pytest.mark.rotates(5)
-
 SILENT: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
 

@@ -27,8 +27,6 @@ from paceline.checkpoint.read import read
 from paceline.checkpoint.verify import sums
 from paceline.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
-pytestmark = pytest.mark.rotates(5)
-
 EXACT = 1e-11
 SHARDED = partial(FSDPStrategy, state_dict_type="sharded")
 PLACES: dict[str, tuple[int, Any]] = {

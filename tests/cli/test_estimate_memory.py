@@ -81,7 +81,6 @@ def test_c16_a_factory_gives_loading_and_training_for_each_dtype(
     assert {row["fits"] for row in found["training"]} == {"yes"}
 
 
-@pytest.mark.rotates(2)
 def test_i8_a_model_that_does_not_fit_is_told_with_what_would(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (f"{factory}:build", "--batch_size", "1", "--dtypes", "float32", "--num_processes", "2")
     found = asked(capsys, *arguments, "--device_memory", "40MB")

@@ -23,7 +23,6 @@ from paceline.processes.cluster_environment import find_cluster
 from paceline.settings import resolve
 
 pytestmark = [
-    pytest.mark.rotates(5),
     pytest.mark.skipif(sys.platform != "linux", reason="looks into processes as Linux shows them"),
 ]
 
@@ -505,7 +504,6 @@ if accelerator.is_main_process:
 """
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.cold
 def test_a1_c13_one_script_trains_alike_however_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     name = script(TRAIN)

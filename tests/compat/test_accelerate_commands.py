@@ -80,7 +80,6 @@ def test_a_configuration_is_written_and_read(tmp_path: Path, suffix: str) -> Non
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rotates(5)  # importing deepspeed takes seconds
 def test_a_deepspeed_file_defines_the_optimizer_and_the_schedule(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     path, model = tmp_path / "ds.json", nn.Linear(1, 1)
@@ -298,9 +297,7 @@ def counted_by_the_loop(stage: int | None, steps: int) -> list[float]:
     return [float(value) for weight in accelerator.get_state_dict(model).values() for value in weight.flatten()]
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.rotates(5)), 2, pytest.param(3, marks=pytest.mark.rotates(5))]
-)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_loop_that_counts_micro_batches_accumulates_under_deepspeed(stage: int) -> None:
     pytest.importorskip("deepspeed")
     plain = ranks(2, counted_by_the_loop, None, 3)[0]
@@ -308,7 +305,6 @@ def test_a_loop_that_counts_micro_batches_accumulates_under_deepspeed(stage: int
         assert ranks(world, counted_by_the_loop, stage, 3, limit=200)[0] == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.rotates(5)
 def test_a_loop_that_does_not_count_needs_the_same_number_in_deepspeeds_configuration() -> None:
     pytest.importorskip("deepspeed")
 

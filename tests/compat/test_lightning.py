@@ -724,7 +724,6 @@ if __name__ == "__main__":
 TOLD = ["['--lr', '1'] paceline.trainer.trainer", "child paceline.trainer.trainer", "spawned paceline.trainer.trainer"]
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.cold
 @pytest.mark.parametrize("start", [["train.py"], ["-m", "train"]])
 def test_a_program_and_the_processes_that_it_starts_find_it(start: list[str], tmp_path: Path) -> None:
@@ -739,7 +738,6 @@ def test_code_can_be_run_too(tmp_path: Path) -> None:
     assert told == f"['-c', 'x'] {names.VERSION}\n"
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.cold
 def test_the_variable_installs_it_where_paceline_is_imported_and_in_pytest(tmp_path: Path) -> None:
     code = "import paceline, lightning; print(lightning.Trainer is paceline.Trainer)"

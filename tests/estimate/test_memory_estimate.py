@@ -88,7 +88,6 @@ def test_accumulation_keeps_gradients_while_a_micro_batch_runs() -> None:
     assert two.training - one.training == pytest.approx(WEIGHTS, rel=0.1)
 
 
-@pytest.mark.rotates(2)
 def test_ddp_has_buckets_and_fsdp_parts() -> None:
     batch = torch.empty(512, 512)
     alone = estimate_memory(Net(), batch)
@@ -219,7 +218,6 @@ print(json.dumps(resident("VmHWM") - before))
 """
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.cold
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

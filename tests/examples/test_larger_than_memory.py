@@ -14,7 +14,6 @@ pytestmark = pytest.mark.cold
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "11_larger_than_memory.py"
 
 
-@pytest.mark.rotates(5)
 def test_i6_what_is_generated_from_disk_is_what_is_generated_from_memory(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path), "--check", "--gigabytes", "0.2", "--limit", "20MB"]

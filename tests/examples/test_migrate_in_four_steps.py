@@ -63,7 +63,6 @@ def test_b15_k1_each_step_of_the_migration_runs_and_learns_the_same_on_two_proce
         assert other == pytest.approx(plain, abs=0.002)
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize(
     ("step", "launcher"),
     [

@@ -26,7 +26,6 @@ def test_a_training_that_is_killed_again_and_again_ends_where_one_does_that_was_
     assert result.struck.total() == KILLS
 
 
-@pytest.mark.rotates(5)
 def test_torch_elastics_own_restart_goes_on_to_the_same_end(tmp_path: Path) -> None:
     cell = Cell("ddp", 0, False, 1)
     status, _, text = train(cell, tmp_path / "alone")

@@ -193,7 +193,6 @@ def torchrun(node: Node, leader: Node, **environment: str) -> subprocess.Popen[s
     )
 
 
-@pytest.mark.rotates(5)
 def test_training_goes_on_when_a_node_dies_and_when_it_comes_back(nodes: tuple[Node, Node], script: str) -> None:
     first, second = nodes
     holds = "1:0,2:9,1:13"  # one node alone waits for the other; then step 9 of both and step 13 of one never end
@@ -230,7 +229,6 @@ def test_training_goes_on_when_a_node_dies_and_when_it_comes_back(nodes: tuple[N
     assert said.count("lost the connection to another rank") == 1
 
 
-@pytest.mark.rotates(5)
 def test_two_machines_learn_what_one_with_as_many_processes_learns(
     nodes: tuple[Node, Node], script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

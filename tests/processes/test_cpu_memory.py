@@ -80,13 +80,11 @@ def last_number(script: str, **environment: str) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize("script", [BY_TRAINER, BY_ACCELERATOR], ids=["trainer", "accelerator"])
 def test_a_step_uses_the_pages_that_the_one_before_has_freed(script: str) -> None:
     assert last_number(script + COUNT) < 4 * PAGES
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.parametrize(
     ("name", "value"), [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072")]
 )
@@ -95,24 +93,20 @@ def test_thresholds_that_the_user_has_set_stay(name: str, value: str) -> None:
     assert last_number(BY_TRAINER + COUNT, **{name: value}) > 20 * PAGES
 
 
-@pytest.mark.rotates(5)
 def test_other_settings_of_the_library_are_no_thresholds() -> None:
     assert last_number(BY_TRAINER + COUNT, MALLOC_ARENA_MAX="2", GLIBC_TUNABLES="glibc.malloc.arena_max=2") < 4 * PAGES
 
 
-@pytest.mark.rotates(5)
 def test_after_a_fit_the_process_keeps_no_more_than_by_itself() -> None:
     assert last_number(BY_TRAINER + SIZE + GARBAGE + "print(left)") < 100
 
 
-@pytest.mark.rotates(5)
 def test_within_a_fit_in_a_fit_the_outer_one_goes_on_keeping() -> None:
     outer = "from paceline.processes.cpu_memory import keep_freed_memory\nkeep_freed_memory(torch.device('cpu'))\n"
     held = SIZE + outer + BY_TRAINER + GARBAGE
     assert last_number(held + "print(left)") > 150
 
 
-@pytest.mark.rotates(5)
 def test_a_freed_accelerator_gives_back_what_its_process_kept() -> None:
     freed = SIZE + BY_ACCELERATOR + GARBAGE + "accelerator.free_memory()\nprint(left - (megabytes() - begun))"
     assert last_number(freed) > 150

@@ -20,7 +20,6 @@ from rank_processes import own_port, until
 from paceline.processes import launch, torch_elastic
 
 pytestmark = [
-    pytest.mark.rotates(5),
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment, in /proc"),
 ]
 

@@ -45,7 +45,6 @@ for door in (fit, lambda: list(Accelerator(cpu=True).prepare(
 """
 
 
-@pytest.mark.rotates(2)
 def test_a_program_without_a_main_guard_is_told_the_two_lines_to_write_and_starts_nothing(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM.format(tests=str(Path(__file__).resolve().parent.parent)))

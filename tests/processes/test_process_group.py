@@ -57,7 +57,6 @@ while not busy.wait(0.01):
 USERS = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.cold
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a thread does")
 @pytest.mark.parametrize("user", ["", USERS], ids=["own group", "the user's group"])

@@ -196,7 +196,6 @@ def run(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.rotates(5)
 @pytest.mark.cold
 def test_numpy_counts_from_its_import_on_though_it_loads_its_random_numbers_later():
     run(LAZY_NUMPY)

@@ -215,7 +215,6 @@ print(trainer.precision, trainer.accumulate_grad_batches, trainer.world_size, fl
 """
 
 
-@pytest.mark.rotates(2)
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])
 def test_u23_a_script_without_the_launcher_finds_the_file(launcher: list[str], tmp_path: Path) -> None:
     own = tmp_path / "config" / "paceline" / "config.yaml"

@@ -16,8 +16,6 @@ from paceline.callbacks import LossGuard
 from paceline.messages import PacelineWarning
 from paceline.trainer.compiled_step import MOST_SHAPES
 
-pytestmark = pytest.mark.rotates(5)
-
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "plain": lambda p: torch.optim.SGD(p, lr=0.1),

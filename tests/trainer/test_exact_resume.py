@@ -30,8 +30,6 @@ from paceline.callbacks.checkpoint_retention import Checkpoint
 from paceline.loggers import Logger
 from paceline.processes.seed import seed_all
 
-pytestmark = pytest.mark.rotates(5)
-
 SIZE = 22
 
 

@@ -24,7 +24,7 @@ from paceline.checkpoint import single_file
 from paceline.loggers import CSVLogger
 from paceline.strategies import FSDPStrategy
 
-pytestmark = [pytest.mark.rotates(2), pytest.mark.cold]
+pytestmark = [pytest.mark.cold]
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
@@ -380,7 +380,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.rotates(5)
 def test_fresh_processes_shuffle_as_the_one_that_started_them(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).resolve().parent.parent)))

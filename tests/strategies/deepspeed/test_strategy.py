@@ -20,8 +20,6 @@ from paceline import Trainer, TrainingModule
 from paceline.callbacks import WeightAveraging
 from paceline.strategies import DeepSpeedStrategy
 
-pytestmark = pytest.mark.rotates(5)
-
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
 

@@ -24,8 +24,6 @@ from paceline import Accelerator, Trainer, TrainingModule
 from paceline.callbacks import Callback, EMAWeightAveraging
 from paceline.strategies import DDPStrategy, FSDPStrategy
 
-pytestmark = pytest.mark.rotates(5)
-
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -106,8 +106,8 @@ def learned(folder: Path, batch_size: int, joined: bool, **sizes: int) -> Any:
 @pytest.mark.parametrize(
     ("processes", "joined", "sizes"),
     [
-        pytest.param(2, True, {}, marks=pytest.mark.rotates(2)),
-        pytest.param(4, False, {"dp_shard_size": 2}, marks=pytest.mark.rotates(5)),
+        pytest.param(2, True, {}),
+        pytest.param(4, False, {"dp_shard_size": 2}),
     ],
 )
 def test_loaders_that_split_sequences_train_like_whole_ones(

@@ -21,8 +21,6 @@ from paceline.callbacks import ModelCheckpoint
 from paceline.loggers import CSVLogger
 from paceline.strategies import ModelParallelStrategy
 
-pytestmark = pytest.mark.rotates(5)
-
 WORDS, WIDTH = 11, 8
 
 

@@ -35,8 +35,6 @@ from paceline.strategies.model_parallel.context_parallel import SplitSequences, 
 from paceline.strategies.model_parallel.strategy import find_sizes
 from paceline.torch_private import current_function_mode
 
-pytestmark = pytest.mark.rotates(5)
-
 WORDS, WIDTH, LENGTH, BATCH = 13, 16, 6, 4
 QUIET: dict[str, Any] = {
     "logger": False,
