@@ -1,4 +1,4 @@
-"""Check the arguments of ``Trainer(...)`` and its entry points, individually and in combination."""
+"""Check the arguments of ``Trainer(...)`` and of its entry points, individually and in combination."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MOVED = {
 
 
 def check_limit(name: str, value: Any) -> int | float:
-    """Check a batch limit and return it: an int (batches) or a float from 0 to 1 (fraction); None means all."""
+    """Check a batch limit and return it: a number of batches (int) or a fraction (float); None means all batches."""
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, (Integral, float)):
@@ -68,7 +68,7 @@ def check_limit(name: str, value: Any) -> int | float:
 def check_count(
     name: str, value: Any, least: int = 0, none: bool = False, unlimited: bool = False, hint: str = ""
 ) -> Any:
-    """Check that the value is an integer of at least ``least`` and return it.
+    """Check that the value is an integer no smaller than ``least``, and return it.
 
     None is accepted only if ``none`` is set, and -1 (no limit) only if ``unlimited`` is set.
     """
@@ -100,7 +100,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Check ``val_check_interval``; return batches (int) or epochs (float), and seconds (for a duration) or None."""
+    """Check ``val_check_interval``; return a number of batches or epochs, and a duration's seconds (else None)."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
@@ -205,8 +205,8 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
         )
     if scope == "step" and value.get("mode") == "reduce-overhead":
         raise ValueError(
-            f"Trainer(compile={value!r}): mode='reduce-overhead' uses CUDA graphs. To run the whole step as a CUDA "
-            "graph, use compile='graphs'."
+            f"Trainer(compile={value!r}): mode='reduce-overhead' uses CUDA graphs, which the scope 'step' does not "
+            "support. To run the whole step as a CUDA graph, use compile='graphs'."
         )
     graphs = {"mode": ("reduce-overhead", "max-autotune"), "backend": ("inductor",), "options": (None,)}
     for name, allowed in graphs.items() if scope == "graphs" else ():
@@ -281,7 +281,7 @@ class Request:
     """The arguments of one call to an entry point.
 
     Attributes:
-        again: whether the run restarts from one of its own checkpoints; if so, its loggers continue.
+        again: whether the run restarts from one of its own checkpoints; if so, its loggers continue their logs.
         trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
     """
 

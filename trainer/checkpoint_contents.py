@@ -1,4 +1,4 @@
-"""Collect a checkpoint's contents from a run, and restore them into a run."""
+"""Collect a checkpoint's contents from a run, and restore a run from them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Return the number of samples in a full batch across all ranks, or the saved number if there is no loader."""
+    """Return the number of samples in a full batch across all ranks, or the checkpoint's number without a loader."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples
@@ -246,7 +246,7 @@ def _same_count(what: str, saved: int, given: int) -> None:
 
 
 def restore_optimizers(run: Run, states: list[dict[str, Any]], names: list[str] | None, settings: bool) -> None:
-    """Restore the optimizers' states and, if ``settings``, the settings of their parameter groups."""
+    """Restore the optimizers' states and, if ``settings`` is True, the settings of their parameter groups."""
     _same_count("optimizers", len(states), len(run.optimizers))
     for index, (optimizer, state) in enumerate(zip(run.optimizers, states, strict=True)):
         problem = optimizer_problem(optimizer, state, names[index] if names else "another optimizer")

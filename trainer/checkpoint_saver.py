@@ -64,9 +64,9 @@ class Saver:
     """Saves the checkpoints of one run.
 
     A background save copies the tensors into buffers that are reused across saves (pinned memory for GPU tensors, with
-    a single synchronization). A thread then writes the buffers with the same code as a blocking save, while training
-    continues. At most one write is in flight; the next save waits for it. If a write fails, its error is raised by
-    ``wait``, by the next save, or when the fit ends.
+    a single synchronization). While training continues, a thread writes the buffers with the code that a blocking save
+    uses. At most one write is in flight; the next save waits for it. If a write fails, its error is raised by ``wait``,
+    by the next save, or when the fit ends.
 
     Attributes:
         failed: whether a background write has failed on this process; ``wait`` raises its error.
@@ -155,9 +155,9 @@ class Saver:
             run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the checkpoint, which further training does not change.
+        """Return a copy of the checkpoint that further training does not change.
 
-        If a file cannot store a value, this raises the error here rather than in the writer thread.
+        If a value cannot be stored in a file, this method raises the error, rather than the writer thread.
         """
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 
@@ -165,7 +165,7 @@ class Saver:
     def wait(self, together: bool = True) -> None:
         """Wait for the write in flight, and raise its error on every rank.
 
-        All ranks must call this, unless ``together=False``.
+        All ranks must call this, unless ``together`` is False.
         """
         write = self._write
         if write is None:

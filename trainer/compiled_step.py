@@ -226,7 +226,7 @@ class WholeStep:
                 raise ValueError(
                     f"self.log({call.name!r}, enable_graph=True) does not work with "
                     f"Trainer(compile={self.run.trainer.compile!r}), because the compiled step includes the backward "
-                    "pass, which frees the value's graph. Leave out enable_graph, or use compile=True."
+                    "pass, which frees the value's autograd graph. Leave out enable_graph, or use compile=True."
                 )
             self.module.log(call.name, call.value, **call.options._asdict(), batch_size=call.batch_size)
         return found
@@ -243,8 +243,8 @@ class WholeStep:
     def changing(self) -> tuple[str, str]:
         """Return why torch gave up after recompiling the step too often, and a fix."""
         reason = self.watch.last_reason
-        why = f"the last compiled code no longer applies: {reason}" if reason else "it gives no reason"
-        return f"it had to recompile again and again, and gave up; {why}.", advice_for(reason)
+        why = f"because the last compiled code did not apply: {reason}" if reason else "without giving a reason"
+        return f"it recompiled the step too often and gave up, {why}.", advice_for(reason)
 
     def untraceable(self, error: Exception) -> tuple[str, str]:
         """Return the operation that torch cannot trace, and a fix."""
@@ -267,7 +267,7 @@ class WholeStep:
         return CompiledStep(self.run, self.forward, losses, self)
 
     def prime(self) -> None:
-        """Compile steps from now on; the optimizers must have created their state."""
+        """Switch to compiled steps; the optimizers must already have created their state."""
         for optimizer in self.optimizers:
             optimizer.settle(static=self.replays)
         self.primed = True
@@ -364,7 +364,7 @@ class CompiledStep(TrainStep):
 
 
 class _Detached(Heard):
-    """One call to ``self.log`` inside the graph. The value is detached, because backward frees its graph."""
+    """One call to ``self.log`` inside the graph. It detaches the value, because backward frees its autograd graph."""
 
     def update(self, value: Any, batch_size: int | None) -> None:
         super().update(value.detach() if isinstance(value, Tensor) else value, batch_size)
@@ -376,7 +376,7 @@ def _file(function: Any) -> str | None:
 
 
 def shapes_of(batch: Any) -> Any:
-    """Return the shapes of a batch's tensors; None for anything other than a tensor or a collection."""
+    """Return the shapes of a batch's tensors, in the same structure; any other object is replaced by None."""
     if isinstance(batch, Tensor):
         return batch.shape
     if isinstance(batch, Mapping):

@@ -158,7 +158,7 @@ class DataSource:
             )
 
     def batch_agreement(self) -> Callable[[bool], bool] | None:
-        """Return a function that checks for each batch whether every rank has one; None if that is known in advance."""
+        """Return a function that checks whether every rank has a next batch; None if that is known in advance."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
@@ -180,7 +180,7 @@ class DataSource:
                 raise ValueError(
                     f"Trainer: val_check_interval={interval} exceeds the number of training batches per epoch "
                     f"({batches}), so validation would never run. Lower val_check_interval, or set "
-                    "check_val_every_n_epoch=None to count across epochs."
+                    "check_val_every_n_epoch=None to count batches across epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
@@ -319,6 +319,6 @@ class DataSource:
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:
-        """Return True if one batch is fetched ahead, to overlap copies to a device or to detect the last batch."""
+        """Return True if one batch is fetched ahead, to overlap its copy with compute or to detect the last one."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
         return kind_of(self.run.strategy.device).overlaps_copies() or unknown

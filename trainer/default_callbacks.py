@@ -75,7 +75,7 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
             hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
             raise TypeError(
                 f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass True for TensorBoard, "
-                "False for none, a Logger or a list of Loggers."
+                "False for no logger, a Logger or a list of Loggers."
             )
     return found
 

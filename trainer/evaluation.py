@@ -37,7 +37,7 @@ FETCHES = {
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    With ``keep_predictions``, it collects the outputs of ``predict_step``; with ``gather``, from all ranks.
+    With ``keep_predictions``, it collects the outputs of ``predict_step``, with ``gather`` from all ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -256,7 +256,7 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """Return the batches, each with a flag that is False if the batch only keeps the other ranks from waiting."""
+        """Return the batches, each with a flag that is False if this rank runs it only to serve the other ranks."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
@@ -283,7 +283,7 @@ class EvalLoop:
         return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
 
     def check_hooks(self, several: bool) -> None:
-        """Raise for batch hooks that do not accept the loop's arguments, with ``dataloader_idx`` if ``several``."""
+        """Raise for batch hooks that do not accept the loop's arguments (``dataloader_idx`` only if ``several``)."""
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):

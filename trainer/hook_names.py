@@ -49,7 +49,7 @@ _CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
 
 
 def calling_hook() -> str:
-    """Return the name of the user's hook or step that is running, from the call stack; empty if none is running."""
+    """Return the name of the user's hook or step on the call stack; empty if there is none."""
     frame = sys._getframe(1)
     while frame is not None and owner_of(frame) == "package":  # self.log and the functions that it calls
         frame = frame.f_back

@@ -51,7 +51,7 @@ class LoggedValues(dict[str, Value]):
 
 
 class CallbackValues(LoggedValues["Tensor"]):
-    """The dict ``trainer.callback_metrics``. Values set in it can be monitored until a value of that name is logged."""
+    """The dict ``trainer.callback_metrics``. A value set here can be monitored until that name is logged."""
 
     __slots__ = ("_store",)
 
@@ -75,7 +75,7 @@ def callback_values(store: MetricStore) -> CallbackValues:
         if record.options.rank_zero_only:
             return "logged with rank_zero_only=True, so it cannot be monitored"
         of_step = record.on_step and name == record.step_key
-        return "an evaluation's step value, which only goes to the loggers" if of_step and stage != "train" else ""
+        return "an evaluation's step value, which goes only to the loggers" if of_step and stage != "train" else ""
 
     return CallbackValues(store, partial(_why, store, held_back))
 

@@ -116,7 +116,7 @@ class FitLoop:
         self.whole = compiled_whole(self.run, self.forward)
 
     def pending_work(self) -> Pending:
-        """Return the work that was pending when the checkpoint was written; it is done even if a limit is reached.
+        """Return the work that was pending when the checkpoint was written; a reached limit does not cancel it.
 
         If there is more to train now, work pending for the end of training or of an incomplete epoch is dropped.
         """
@@ -147,7 +147,7 @@ class FitLoop:
         A batch goes through the ``on_train_batch_start`` hooks; the step, which runs forward and backward and, on the
         last micro-batch of an accumulation window, the optimizer; the learning rate schedulers; the
         ``on_train_batch_end`` hooks; and :meth:`after_hooks`. A checkpoint can be saved anywhere in between, so
-        ``state.pending`` always names the work that a run resumed from that checkpoint does first.
+        ``state.pending`` always records the work that a run resumed from that checkpoint does first.
         """
         run, state, metrics, stops = self.run, self.state, self.metrics, self.stops
         self.start_epoch()

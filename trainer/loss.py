@@ -60,7 +60,7 @@ class LossReader:
         return self.window.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore the state from :meth:`state_dict`; outside a window, restore only its ``unit``."""
+        """Restore the state from :meth:`state_dict`; outside a window, restore only ``unit``."""
         self.window.load_state_dict(state, in_window)
         if in_window and state["unit"] is not None:
             self.form_known = self.by_items = True
@@ -92,9 +92,9 @@ class LossReader:
         loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops the run "
-                "before the weights are corrupted. Check the batch and the learning rate. If the problem arose in "
-                "backward, torch's anomaly trace shows which operation failed."
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. Because detect_anomaly=True is set, the "
+                "run stops before the weights are corrupted. Check the batch and the learning rate. If the problem "
+                "arose in backward, torch's anomaly trace shows which operation failed."
             )
         return output
 

@@ -40,7 +40,7 @@ class Schedules:
             self.advance(self.epoch, state.epoch + 1)
 
     def steps(self) -> int:
-        """What the frequency of "step" schedulers counts: the optimizer steps of the run."""
+        """Return the number of updates so far, which the frequency of "step" schedulers counts."""
         return self.run.state.updates
 
     def advance(self, configs: list[SchedulerConfig], count: int) -> None:

@@ -54,7 +54,7 @@ class Record:
         alone: whether the value is not shared, or no other process logs the name.
         dtype: the dtype of the tensor that callbacks monitor.
         resumed: whether the record was restored from a checkpoint and has not been updated since.
-        hook: the hook that logged the name first; empty if that was in another process.
+        hook: the hook that logged the name first; empty if that happened in another process.
         together: whether processes share each step's value (:mod:`.shared_step_values`).
     """
 
@@ -106,7 +106,7 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: RecordOptions) -> bool:
-        """Return True if the restored options match these; compares reductions by name, ignores process groups."""
+        """Return True if the options match the restored ones; a reduction's name must match, and groups may differ."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 

@@ -202,7 +202,7 @@ class MetricStore:
             metric._update_count = updates
 
     def remember(self) -> Callable[[], None]:
-        """Return a function that discards the values logged from now on, except in torchmetrics states."""
+        """Return a function that discards the values logged since this call, except in torchmetrics states."""
         table, steps, sharing = self.records, self.steps_in_evaluation, self.step_value_sharings()[0]
         pending = dict(sharing.pending)
         before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
@@ -268,7 +268,7 @@ class MetricStore:
     def progress_bar_metrics(self) -> dict[str, float]:
         """Return the values logged with ``prog_bar=True``, as numbers.
 
-        On an accelerator, they may be one refresh old.
+        On an accelerator, they may be one progress bar refresh old.
         """
         found: dict[str, Any] = {}
         for _, record in self._stage_records(self.state.stage):
@@ -442,7 +442,7 @@ class MetricStore:
         return self._weight if moment.step_allowed else _alike
 
     def state_dict(self) -> dict[str, Any]:
-        """Return finished values and evaluation step counts; :mod:`.running_metrics` handles the current epoch."""
+        """Return finished values and evaluation step counts; :mod:`.running_metrics` saves the current epoch."""
         return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "eval": self._eval_steps}
 
     def finished(self) -> dict[str, Any]:

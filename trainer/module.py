@@ -333,7 +333,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Advance a scheduler; ``metric`` is the monitored value of a plateau scheduler, else None.
 
-        A ``OneCycleLR`` that has finished (even inside another schedule) keeps its last learning rate and warns.
+        A finished ``OneCycleLR`` (even inside another scheduler) keeps its last learning rate, with a warning.
         """
         if metric is not None:
             scheduler.step(metric)
@@ -446,7 +446,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             module.__dict__["_trainer"], module.__dict__["_metric_store"] = trainer, store
 
     def _end_run(self) -> None:
-        """Make ``self.log`` do nothing from now on."""
+        """Make ``self.log`` do nothing after the run has ended."""
         self._attach({module: (trainer, None) for module, (trainer, _) in self._family().items()})
 
     @property

@@ -30,7 +30,7 @@ class ModuleHooks:
     def prepare_data(self) -> None:
         """Called before ``setup`` at the start of each run. Runs once per machine (on local rank 0); other ranks wait.
 
-        May download or unpack data; must not set attributes, because other ranks would not have them.
+        The hook may download or unpack data, but must not set attributes, because other ranks would not have them.
         """
 
     def setup(self, stage: str) -> None:
@@ -76,7 +76,7 @@ class ModuleHooks:
         """
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before each backward pass. ``loss``, of shape (), is divided for accumulation and not yet scaled."""
+        """Called before each backward pass. ``loss``, of shape (), is divided for accumulation but not scaled."""
 
     def on_after_backward(self) -> None:
         """Called after each backward pass. Gradients may be scaled, sharded and not yet averaged across ranks."""

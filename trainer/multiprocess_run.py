@@ -68,7 +68,7 @@ def _fit_put_aside(run: Run) -> Iterator[None]:
 
 
 def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) -> bytes | None:
-    """Run a request in a started process, continuing from the ``random`` states. Rank 0 returns a report."""
+    """Run a request in a started process, from the RNG states in ``random``. Rank 0 returns a report."""
     set_random_states(random)
     sent = {name for name, _ in find_module(trainer.current_run, request)[0].named_modules()}
     run = trainer.current_run = Run(trainer, request, trainer.current_run)
@@ -275,7 +275,7 @@ def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = Non
 
 
 class _Writer(pickle.Pickler):
-    """Pickles objects that exist in both processes by name only, and tensors as detached CPU tensors."""
+    """Pickles tensors as detached CPU tensors, and only the names of objects that exist in both processes."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)

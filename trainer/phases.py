@@ -7,7 +7,7 @@ class Moment:
     """A part of a run with its own rules for ``self.log``.
 
     Args:
-        name: the hook or step, as error messages name it.
+        name: the name of the hook or step in error messages.
         on_step: default of ``on_step``; ``on_epoch`` defaults to its opposite.
         step_allowed: whether ``on_step=True`` is allowed.
         instead: if ``self.log`` cannot be used in this part, where to use it instead; otherwise empty.

@@ -1,4 +1,4 @@
-"""Sort the objects of ``Trainer(plugins=...)`` by the part that they replace."""
+"""Sort the objects in ``Trainer(plugins=...)`` by the part of the Trainer that each replaces."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Plugin = Precision | CheckpointIO | ClusterEnvironment | LayerSync
 
 @dataclass
 class Plugins:
-    """The plugins of a Trainer, by the part that they replace.
+    """The plugins of a Trainer, by the part of the Trainer that each replaces.
 
     Attributes:
         precision: the Precision, or None.
         checkpoint_io: the object that writes and reads checkpoints, or None.
-        environment: how the launcher tells a process its rank; detected if None.
+        environment: the object that gets each process's rank from the launcher; detected if None.
         layer_sync: the object that makes layers use the batches of all processes, or None.
     """
 
@@ -33,7 +33,7 @@ class Plugins:
 
 
 def sort_plugins(given: Any) -> Plugins:
-    """Sort plugins by the part that each one replaces.
+    """Sort plugins by the part of the Trainer that each replaces.
 
     Raises:
         TypeError: an object is not a plugin.

@@ -1,7 +1,7 @@
 """Each rank's own state in a checkpoint, which lets a run resume inside an epoch as if it had never stopped.
 
 It contains RNG states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
-position. With a different number of ranks, some of this state is derived, and a single message reports which parts.
+position. If a run resumes with another number of ranks, some parts are derived, and one message reports which.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     if not state.step_failed:
         messages.info_once(
             f"{type(run.strategy).__name__} cannot save gradients that are still waiting for an optimizer step, so "
-            "resuming from a checkpoint saved inside an accumulation window trains on that window's micro-batches "
-            f"again ({state.window} so far). Save right after an update, as ModelCheckpoint(every_n_train_steps=) does."
+            "resuming from a checkpoint saved inside an accumulation window repeats that window's micro-batches "
+            f"(here {state.window}). Save right after an update, as ModelCheckpoint(every_n_train_steps=) does."
         )
     return without_window(counters)
 

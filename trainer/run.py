@@ -136,7 +136,7 @@ class Run:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run, the same on every rank."""
+        """The folder for this run's logs, the same on every rank."""
         if self.shared_log_dir is not None:
             return self.shared_log_dir
         loggers = self.trainer.loggers
@@ -212,7 +212,7 @@ class Run:
         return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
-        """Report an error to the strategy, profiler and hooks; errors that they raise do not hide it."""
+        """Report an error to the strategy, profiler and hooks; errors raised while reporting do not hide it."""
         self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
             self.strategy.abandon(error)  # from here on, this process does not wait for the others

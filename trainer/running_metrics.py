@@ -44,7 +44,7 @@ def _entry(moment: str, idx: int | None, name: str, record: Record, places: dict
 
 
 def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, Any]]]) -> None:
-    """Restore what :func:`logged` returned on the saved ranks that this rank takes over."""
+    """Restore what :func:`logged` returned on those ranks of the saved run that this rank takes over."""
     merged: dict[tuple[Any, ...], Record] = {}
     for entry in (entry for entries in ranks for entry in entries):
         place = entry["moment"], entry["loader"], entry["name"]
@@ -107,7 +107,7 @@ def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]
 
 
 def put_back_measured(module: nn.Module, ranks: list[dict[str, dict[str, Any]]]) -> None:
-    """Restore what :func:`measured` returned on the saved ranks that this rank takes over."""
+    """Restore what :func:`measured` returned on those ranks of the saved run that this rank takes over."""
     found = dict(_metrics(module))
     begun = set()
     for name, kept in ((name, kept) for states in ranks for name, kept in states.items() if name in found):

@@ -75,7 +75,7 @@ def settled(init: Constructor[P]) -> Constructor[P]:
 
 
 def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that only environment variables set; warn about variables for unknown arguments."""
+    """Return the arguments set only by environment variables; warn about variables for unknown arguments."""
     left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
     for variable, text in os.environ.items():
@@ -227,7 +227,7 @@ def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield the strategy for ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config`` if no strategy is named."""
+    """Yield the strategy for ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config`` if no strategy is set."""
     switches = [name for name in _SWITCHES if settings[name]]
     if not switches:
         return

@@ -48,7 +48,7 @@ class Sharing:
         self._groups: dict[str, Any] = {}
 
     def add(self, record: Record) -> None:
-        """Share a record's values at this point from now on, if the user requested ``sync_dist``."""
+        """Share a record's values at this point in every batch, if the user requested ``sync_dist``."""
         options, group = record.options, record.options.sync_dist_group
         asked = record.on_step and options.sync_dist and not options.rank_zero_only
         if record.together or not asked or self.strategy.world_size == 1:
@@ -84,7 +84,7 @@ class Sharing:
         self.pending.clear()
 
     def idle(self, groups: list[str] | None) -> list[str]:
-        """Join a reduction without a batch; return the ``groups`` (by default, all) in which any process had values."""
+        """Join the reductions of ``groups`` (by default, all) without a batch; return the groups that had values."""
         self.pending.clear()
         if not self.active or not self._settled():
             return []
@@ -174,14 +174,14 @@ class Sharing:
 
 
 def stand_by(places: Iterable[Sharing]) -> None:
-    """Join the other processes at these points, but contribute no values, because this batch is only padding."""
+    """Join the other processes' reductions, but contribute no values, because this batch is only padding."""
     for place in places:
         if place.active:
             place.share(counts=False)
 
 
 def keep_step(places: Iterable[Sharing]) -> None:
-    """Join the other processes at these points until they have no batches left either."""
+    """Join the other processes' reductions until those processes have no batches left either."""
     going: dict[Sharing, list[str] | None] = dict.fromkeys(places)
     while going:
         going = {place: left for place, groups in going.items() if (left := place.idle(groups))}

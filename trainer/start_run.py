@@ -255,7 +255,7 @@ def bind_hooks(run: Run) -> None:
 
 
 def end_logging(run: Run) -> None:
-    """Make ``self.log`` do nothing from now on, in the module and in callbacks."""
+    """Make ``self.log`` do nothing after the run has ended, in the module and in callbacks."""
     if run.module is not None:
         run.module._end_run()
     for callback in run.trainer.callbacks:
@@ -266,7 +266,7 @@ def take_module_callbacks(run: Run, module: TrainingModule) -> None:
     """Add the callbacks from ``configure_callbacks``; each replaces the Trainer's callbacks of the same type.
 
     They stay until another module runs: a second run with the same module keeps them, because a ``ModelCheckpoint``
-    knows its best file. When another module runs, they are removed and the callbacks that they replaced are restored.
+    among them knows its best file. Once another module runs, they are removed, and those that they replaced return.
     """
     if run.trainer.brought_callbacks is not None:
         owner, before, added = run.trainer.brought_callbacks
@@ -464,7 +464,7 @@ def setup_optimizers(run: Run) -> None:
 def connected(
     run: Run, optimizers: list[Optimizer], configs: list[SchedulerConfig]
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers that ``connect`` of the user's own Precision returns for these."""
+    """Pass the optimizers and schedulers to ``connect`` of the user's own Precision, and return what it returns."""
     precision = run.strategy.precision
     if "connect" not in precision.overrides:
         return optimizers, configs
@@ -478,7 +478,7 @@ def connected(
     ):
         raise TypeError(
             f"{owner} returned {_types(returned)}, but a run needs the module, a list of its optimizers and a list of "
-            "its schedulers. Return (model, optimizers, lr_schedulers), each as connect received it or changed."
+            "its schedulers. Return (model, optimizers, lr_schedulers), each of them unchanged or modified."
         )
     model, optimizers, configs = returned
     if model is not given:

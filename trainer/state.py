@@ -34,7 +34,7 @@ class RunState:
             optimization one for each. A step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
         batches: batches trained on, across all epochs.
-        settled: ``batches``, not counting batches whose gradients are still waiting in the window.
+        settled: ``batches``, not counting batches whose gradients still wait for the optimizer step.
         window: micro-batches whose gradients wait for the next optimizer step.
         batch_idx: index of the current training batch in its epoch (0-based); -1 before the first.
         next_batch: index of the first batch of the epoch that has not been trained on; ``batch_idx`` if its step

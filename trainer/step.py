@@ -70,7 +70,7 @@ class TrainStep(ManualStep):
     Attributes:
         losses: reads the loss from what ``training_step`` returned, and counts the items of the window.
         optimizer: the fit's only optimizer, or a :class:`.JointOptimizer` that combines all of them.
-        share: weight of the epoch's last batch if ranks have different numbers of samples in it.
+        share: this rank's weight in the epoch's last batch, if its size differs between ranks.
         sync: tells the strategy whether the next backward averages gradients across ranks; None if every backward does.
         scales: whether fp16 scales the losses; if so, gradients are unscaled before each step.
         clip: clips an optimizer's gradients; None if they are not clipped.

@@ -109,9 +109,9 @@ class Stops:
 
     def _unsaved(self) -> str:
         if self.state.global_step == 0:
-            return "before its first step: nothing was trained or saved."
-        fix = "" if self.run.trainer.checkpoint_callbacks else " A ModelCheckpoint would have saved its state."
-        return f"after step {self.state.global_step}; nothing new is saved.{fix}"
+            return "before its first step, so nothing was trained or saved."
+        fix = "" if self.run.trainer.checkpoint_callbacks else " A ModelCheckpoint would have saved one."
+        return f"after step {self.state.global_step} without a new checkpoint.{fix}"
 
     def __enter__(self) -> Self:
         return self

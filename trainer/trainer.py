@@ -122,7 +122,7 @@ class Trainer:
             (``torch.backends.cudnn.benchmark``); if None, keep torch's setting.
         inference_mode: evaluate under ``torch.inference_mode`` if True, under ``torch.no_grad`` if False.
         use_distributed_sampler: give each process its own shard of the data; if False, leave all loaders unchanged.
-        profiler: find out where the time goes: ``"doctor"`` (what is slow, why, and what to change), ``"simple"`` (a
+        profiler: find out where time is spent: ``"doctor"`` (what is slow, why, and what to change), ``"simple"`` (a
             table of actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler
             object; no profiling if None.
         detect_anomaly: use torch's anomaly mode, and raise on a loss that is not finite. This is slow.
@@ -267,7 +267,7 @@ class Trainer:
         elif self.layer_sync is not None and self.sync_batchnorm:
             raise ValueError(
                 f"Trainer(sync_batchnorm=True, plugins=[{type(self.layer_sync).__name__}(...)]) sets two ways to "
-                "synchronize layers. Leave out sync_batchnorm, or the plugin."
+                "synchronize layers. Leave out sync_batchnorm or the plugin."
             )
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
         self.strategy.checkpoint_io = self.checkpoint_io
@@ -337,7 +337,7 @@ class Trainer:
         Args:
             model: the module; if None, the last run's module, with the weights of its best checkpoint.
             dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
-            ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
+            ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
             datamodule: a DataModule to use instead of loaders.
             weights_only: if False, also load pickled objects, which can run code that the file specifies.
@@ -417,7 +417,7 @@ class Trainer:
             datamodule: a DataModule to use instead of loaders.
             return_predictions: whether to keep the predictions; None means True. If False, only callbacks such as
                 ``BasePredictionWriter`` receive them, batch by batch.
-            ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
+            ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"`` or ``"last"``.
             weights_only: if False, also load pickled objects, which can run code that the file specifies.
             gather: with several processes, return the predictions of all processes, in data order, on each process; if
                 False, each process returns its own.
@@ -671,7 +671,7 @@ class Trainer:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the last run loaded, or None. Every entry point loads a path assigned to it."""
+        """The checkpoint that the last run loaded, or None. Entry points load a path assigned to this property."""
         path = self.current_run.ckpt_path
         return None if path is None else str(path)
 
@@ -805,9 +805,10 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps in the fit, for schedules that need the total. Reading this creates the loader.
+        """The number of optimizer steps in the fit, for schedules that need the total.
 
-        If the loader has no length or the epochs are not limited, this is ``max_steps``, or inf without ``max_steps``.
+        Reading this property creates the training loader. If the loader has no length or the epochs are not limited,
+        the value is ``max_steps``, or inf without ``max_steps``.
         """
         if self.max_epochs in (None, -1) or self.max_steps == 0:
             return math.inf if self.max_steps == -1 else self.max_steps
@@ -873,7 +874,7 @@ class Trainer:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run, the same on every rank."""
+        """The folder for this run's logs, the same on every rank."""
         return self.current_run.log_dir
 
     @property
@@ -885,7 +886,7 @@ class Trainer:
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the progress bar.
 
-        On an accelerator, they may be one refresh old, because reading them does not wait for the device.
+        On an accelerator, they may be one progress bar refresh old, because reading them does not wait for the device.
         """
         return bar_values(self.current_run.metrics)
 

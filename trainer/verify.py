@@ -92,7 +92,7 @@ def verify(
     tolerance: float = 1e-6,
     **arguments: Any,
 ) -> VerifyReport:
-    """Train a few steps under each strategy, and compare every parameter with one-process training after each step.
+    """Train a few steps under each strategy; after each step, compare every parameter with one-process training.
 
     Each run starts from the module's current weights and performs ``steps`` updates on the same batches; a strategy
     that splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
@@ -263,7 +263,7 @@ class _Compared(_Exact):
         return max(self.errors[-1].values())
 
     def departs(self, rounding: _Compared, tolerance: float) -> tuple[int | None, str]:
-        """The first step and parameter that differ by more than rounding error."""
+        """The first step after which a parameter differs by more than rounding error, and the parameter's name."""
         allowed = tolerance
         for step, (mine, usual) in enumerate(zip(self.errors, rounding.errors, strict=True)):
             allowed = max(allowed, _FACTOR * max(usual.values()))

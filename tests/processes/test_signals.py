@@ -77,10 +77,10 @@ def test_a_signal_ends_the_fit_at_the_step_with_one_save(signum: int, tmp_path: 
 @pytest.mark.parametrize(
     ("hook", "told"),
     [
-        ("on_sanity_check_start", "SIGTERM ends the fit before its first step: nothing was trained or saved."),
+        ("on_sanity_check_start", "SIGTERM ends the fit before its first step, so nothing was trained or saved."),
         (
             "on_train_batch_end",
-            "SIGTERM ends the fit after step 1; nothing new is saved. A ModelCheckpoint would have saved its state.",
+            "SIGTERM ends the fit after step 1 without a new checkpoint. A ModelCheckpoint would have saved one.",
         ),
     ],
 )

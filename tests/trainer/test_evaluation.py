@@ -456,5 +456,5 @@ def test_step_values_of_an_evaluation_go_to_the_loggers_only(quiet: dict[str, An
     assert trainer.test(Logs(), loader(), verbose=False) == [{"both_epoch": 0.5}]
     assert trainer.callback_metrics == {"both": 0.5, "both_epoch": 0.5}
     assert trainer.logged_metrics == {"both_step": 1.0, "alone": 1.0, "both_epoch": 0.5}
-    with pytest.raises(KeyError, match="an evaluation's step value, which only goes to the loggers"):
+    with pytest.raises(KeyError, match="an evaluation's step value, which goes only to the loggers"):
         trainer.callback_metrics["both_step"]
