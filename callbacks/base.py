@@ -1,9 +1,9 @@
 """The callback hooks: when and on which ranks each one is called, what it may do, and in which order they run.
 
-``FIT_PSEUDO_CODE`` shows the order of the hooks in a fit. It is Python code: a test runs it with recorders in place of
-the hooks and compares the result with recorded runs, so it cannot drift from the implementation. Each line calls a hook
-on everything that defines it: first the callbacks, in order, then the module. For ``setup``, ``teardown`` and
-``prepare_data``, the ``DataModule`` comes before both. There is one exception: callbacks that monitor metrics
+``FIT_PSEUDO_CODE`` shows the order of the hooks in a fit. It is Python code that a test runs with recorders in place of
+the hooks. The test compares the result with recorded runs, so the code cannot drift from the implementation. Each line
+calls a hook on everything that defines it: first the callbacks, in order, then the module. For ``setup``, ``teardown``
+and ``prepare_data``, the ``DataModule`` comes before both. There is one exception: callbacks that monitor metrics
 (``ModelCheckpoint``, ``EarlyStopping``) run ``on_train_epoch_end`` after the module, so that they see the values that
 it logs there.
 
@@ -174,18 +174,18 @@ class Callback:
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Called when fit, validate, test or predict begins, before the module's own ``setup``.
 
-        May add layers or data; must not assume that the module is already on its device. ``stage`` is the name of the
-        entry point.
+        The hook may add layers or data, but must not assume that the module is already on its device. ``stage`` is the
+        name of the entry point.
         """
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Called last, even after an exception. May release the callback's resources; must not raise."""
+        """Called last, even after an exception. It may release the callback's resources, but must not raise."""
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Called when an exception or Ctrl-C stops the run early. May save a checkpoint; must not call a collective."""
+        """Called when an exception or Ctrl-C ends the run. It may save a checkpoint, but must not call a collective."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called once per fit, when the module is on its device and the optimizers exist. May change either."""
+        """Called once per fit, when the module is on its device and the optimizers exist. It may change both."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called once per fit, after ``on_train_end``; not after an exception."""
@@ -200,10 +200,10 @@ class Callback:
         """Called before the first epoch of a fit. When a fit resumes, the counters are already restored."""
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last epoch. Metrics are final. May save a checkpoint; must not train."""
+        """Called after the last epoch, when metrics are final. It may save a checkpoint, but must not train."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called at the start of each epoch, before its first batch is fetched. May change optimizers and loaders."""
+        """Called before an epoch's first batch is fetched. The hook may change optimizers and loaders."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after each epoch's last batch (and validation). ``callback_metrics`` contains the epoch's metrics."""
@@ -231,7 +231,7 @@ class Callback:
     def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
         """Called before each backward pass.
 
-        ``loss`` is a scalar, shape (), divided by ``accumulate_grad_batches`` and not yet scaled for fp16.
+        ``loss`` is a scalar of shape (), divided by ``accumulate_grad_batches`` but not yet scaled for fp16.
         """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -253,7 +253,7 @@ class Callback:
         """Called right after the optimizer step, before the gradients it used are cleared."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when validation starts. The module is in eval mode and gradients are disabled. May swap weights."""
+        """Called when validation starts, in eval mode and with gradients disabled. The hook may swap weights."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when validation has finished and its metrics are known. ``ModelCheckpoint`` saves here."""
@@ -342,7 +342,7 @@ class Callback:
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Called when the contents of a checkpoint have been collected, before it is written.
 
-        May add plain data and tensors; must not train.
+        The hook may add plain data and tensors to it, but must not train.
         """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
@@ -359,7 +359,7 @@ class Callback:
         return step
 
     def on_profile(self, trainer: Trainer, pl_module: TrainingModule, profiler: str, seconds: dict[str, float]) -> None:
-        """Called before ``teardown`` if a profiler has measured where the run's time went.
+        """Called before ``teardown`` if a profiler has measured how the run's time was spent.
 
         ``seconds`` maps each part of the run to its time; parts do not overlap. ``profiler`` is the profiler's class
         name.
@@ -376,7 +376,7 @@ class Callback:
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Called on all ranks when the signal ``name`` ends a fit, unless another callback has saved this step.
 
-        May save a checkpoint.
+        The hook may save a checkpoint.
         """
 
     def has_saved(self, step: int, weights: bool = False) -> bool:

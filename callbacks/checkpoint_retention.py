@@ -390,7 +390,7 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
-        """Call :meth:`_save_checkpoint` for each file, because a program replaced it or the Trainer's method."""
+        """Call :meth:`_save_checkpoint` for each file. Used if the program replaced that method or the Trainer's."""
         for path in paths:
             self._save_checkpoint(trainer, path)
         if trainer.is_global_zero:

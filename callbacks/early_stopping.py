@@ -53,7 +53,7 @@ class EarlyStopping(Callback):
 
     Attributes:
         wait_count: checks since the last improvement.
-        best_score: the best value so far, scalar, shape ().
+        best_score: the best value so far, a scalar of shape ().
         stopped_epoch: epoch (0-based) in which this callback stopped training; 0 if it did not.
         stopping_reason: an :class:`EarlyStoppingReason`.
         stopping_reason_message: the reason in words; None if this callback did not stop training.

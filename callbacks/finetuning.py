@@ -64,7 +64,7 @@ class BaseFinetuning(Callback):
         """Unfreeze the layers that train from ``epoch`` (0-based) on. Called once per epoch and optimizer."""
         raise NotImplementedError(
             f"{type(self).__name__} does not define finetune_function(pl_module, epoch, optimizer), which unfreezes "
-            "layers at an epoch. Define it, for example with self.unfreeze_and_add_param_group(...)."
+            "layers at a given epoch. Define it, for example with self.unfreeze_and_add_param_group(...)."
         )
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
@@ -202,9 +202,9 @@ class BaseFinetuning(Callback):
     def _check_restored(self, module: str, optimizers: int, parameters: Any, added: list[list[list[str]]]) -> None:
         if len(added) != optimizers:
             raise RuntimeError(
-                f"The checkpoint's {type(self).__name__} was saved with a different number of optimizers "
-                f"({len(added)}) than {module}.configure_optimizers returned ({optimizers}). Resume with the module "
-                "that the checkpoint was saved from."
+                f"The checkpoint's {type(self).__name__} was saved when the number of optimizers was {len(added)}, but "
+                f"{module}.configure_optimizers returned {optimizers}. Resume with the module that the checkpoint was "
+                "saved from."
             )
         missing = [name for groups in added for names in groups for name in names if name not in parameters]
         if missing:

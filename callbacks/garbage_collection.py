@@ -169,7 +169,7 @@ class _ProcessCollector:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """With ``on``, let Python collect only as a last resort; without it, undo this once no fit needs it."""
+        """If ``on``, let Python collect only as a last resort; otherwise, undo that once no fit needs it any more."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

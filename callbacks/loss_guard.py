@@ -223,8 +223,8 @@ class LossGuard(Callback):
             _write(self.exclude_batches_path, self.batches)
         if self.max_events is not None and len(self.batches) > self.max_events and self.action != "raise":
             raise RuntimeError(
-                f"{what}. It is bad batch number {len(self.batches)}, more than max_events={self.max_events}, so the "
-                "cause is probably the data or the learning rate, not a single batch. Check the batches in "
+                f"{what}. This is bad batch number {len(self.batches)}, which exceeds max_events={self.max_events}, so "
+                "the cause is probably the data or the learning rate, not a single batch. Check the batches in "
                 "LossGuard.batches (epoch, index), lower the learning rate or clip gradients, or raise max_events."
             )
 
@@ -261,8 +261,9 @@ class _Saved(NamedTuple):
 class _WayBack:
     """Chooses the checkpoint to go back to.
 
-    Weights are known to be good once a loss computed with them was good. The newest file with such weights is chosen;
-    if there is none, the newest file whose weights have no loss yet; otherwise the file that the fit started from.
+    Weights are known to be good once a loss computed with them was good. The newest file with such weights is chosen
+    or, if there is none, the newest file whose weights have no loss yet. If there is no such file either, the file that
+    the fit started from is chosen.
 
     Attributes:
         last_good: number of optimizer steps before the last good loss, and the epoch and index of its batch; -1 for

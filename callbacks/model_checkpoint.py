@@ -46,8 +46,8 @@ class ModelCheckpoint(CheckpointKeeper):
 
     *Background saves.* Only one write runs at a time, and the next save waits for it. If a write fails, its error is
     raised by the next save, or when the fit ends. With one process and an interval in steps or time (or
-    ``async_save=True``), the error is raised after the next batch. If an exception ends the fit, the write is finished
-    first. Files that the new file replaces are deleted once it is on disk.
+    ``async_save=True``), the error is raised after the next batch. If an exception ends the fit, a write in progress is
+    finished first. Files that the new file replaces are deleted once it is on disk.
 
     *Resume.* The ranking continues. Paths are saved relative to ``dirpath``, so the folder may be moved. Files that are
     neither in that folder nor next to the checkpoint that the fit resumed from are dropped from the ranking.
@@ -84,7 +84,7 @@ class ModelCheckpoint(CheckpointKeeper):
     Attributes:
         best_model_path: the best file, or the newest file if ``monitor`` is None; ``""`` if there is none. During the
             fit, a background save may not have finished writing it yet.
-        best_model_score: score of that file, scalar, shape (), or None.
+        best_model_score: score of that file, a scalar of shape (), or None.
         best_k_models: score of each ranked file by path; NaN for files without a score.
         kth_best_model_path: the file that will be replaced next; ``""`` while there are fewer than k files.
         kth_value: score of that file; plus or minus infinity while there are fewer than k files.

@@ -118,7 +118,7 @@ class ModelPruning(Callback):
         """Check and return the given pairs; if none are given, return all parameters with these ``parameter_names``.
 
         Raises:
-            ValueError: if a pair does not name a parameter of a submodule, or if there is nothing to prune.
+            ValueError: if a pair does not refer to a parameter of a submodule, or if there is nothing to prune.
         """
         parts = {part: name for name, part in pl_module.named_modules() if name}
         if not parameters_to_prune:

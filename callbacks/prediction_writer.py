@@ -87,8 +87,8 @@ class BasePredictionWriter(Callback):
         """Store the predictions of the entire run.
 
         ``predictions`` has the same form as the result of ``trainer.predict``: one item per batch or, with several
-        loaders, one such list per loader. They are kept even with ``return_predictions=False``. ``batch_indices`` has
-        one list per loader, with the dataset indices of each batch.
+        loaders, one such list per loader. The predictions are kept even with ``return_predictions=False``.
+        ``batch_indices`` has one list per loader, with the dataset indices of each batch.
         """
         raise NotImplementedError(self._unwritten("write_on_epoch_end"))
 

@@ -558,8 +558,8 @@ class DrawnProgressBar(ProgressBar):
             self._due = inf
             self._enabled = False
             messages.warn_once(
-                f"{type(self).__name__} can no longer write its output ({error}), so it shows nothing from now on. "
-                "The run continues, and its metrics are still logged."
+                f"{type(self).__name__} can no longer write its output ({error}), so it shows nothing more in "
+                "this run. The run continues, and its metrics are still logged."
             )
             return None
 

@@ -44,7 +44,7 @@ class RunReport(Callback):
     ``paceline report FOLDER`` creates the page. A resumed run continues its record. ``paceline report A B`` compares
     two runs side by side.
 
-    The page shows all logged values as curves; learning rates; speed; where the time went, measured on the host
+    The page shows all logged values as curves; learning rates; speed; a time breakdown, measured on the host
     (waiting for data, steps, evaluation, checkpoints, other); existing checkpoints; arguments and settings with their
     origin; hyperparameters; versions, devices, command and git state; and how the run ended, with the exception if
     there was one. No logger is required.
@@ -53,7 +53,7 @@ class RunReport(Callback):
     logged. The host never waits for the device, so step times on a GPU are times on the host's clock.
 
     Args:
-        dirpath: the folder; None means the run's folder (``trainer.log_dir``).
+        dirpath: the folder for both files; None means the run's folder (``trainer.log_dir``).
 
     Example:
         >>> trainer = Trainer(callbacks=[RunReport()])  # doctest: +SKIP

@@ -33,7 +33,7 @@ class Throughput:
     """Computes rates over the last updates from totals that you pass.
 
     Args:
-        available_flops: floating-point operations per second that one device can do; needed for ``mfu``.
+        available_flops: floating-point operations per second that one device can perform; needed for ``mfu``.
         world_size: number of devices; if it is above 1, rates for all devices together are also computed.
         window_size: number of updates to average over.
         separator: text between the parts of a name.

@@ -122,8 +122,8 @@ class TQDMProgressBar(DrawnProgressBar):
     def _made(self, stage: str) -> tqdm:
         if stage not in self._bars_made:
             raise TypeError(
-                f"{type(self).__name__} has not drawn a bar of this kind yet ({stage!r}). Bars are created when their "
-                "loop runs. Override an init_*_tqdm method to change a bar."
+                f"{type(self).__name__} has not drawn the bar for {stage!r} yet. A bar is created when its loop "
+                "runs. Override an init_*_tqdm method to change a bar."
             )
         return self._bars_made[stage]
 

@@ -401,7 +401,7 @@ def test_a_file_of_excluded_batches_leaves_them_out_of_the_next_start_unseen(tmp
 
 def test_too_many_bad_batches_are_an_error() -> None:
     with pytest.raises(
-        RuntimeError, match=r"batch 11. It is bad batch number 3, more than max_events=2, so the cause is"
+        RuntimeError, match=r"batch 11. This is bad batch number 3, which exceeds max_events=2, so the cause is"
     ):
         fit(data(BAD), guard(max_events=2))
 

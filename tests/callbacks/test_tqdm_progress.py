@@ -235,7 +235,7 @@ def test_the_bars_that_are_drawn_can_be_read_and_changed(terminal: TerminalText)
             bar.train_progress_bar.set_description("mine")
 
     bar = TQDMProgressBar()
-    with pytest.raises(TypeError, match="not drawn a bar of this kind yet"):
+    with pytest.raises(TypeError, match="has not drawn the bar for 'train' yet"):
         _ = bar.train_progress_bar
     with redirect_stdout(terminal):
         trainer_with(bar, max_epochs=1, num_sanity_val_steps=0).fit(Reads(), tiny_loader(3))
