@@ -1,7 +1,7 @@
 """All of torch's private names that Paceline uses. No other file uses private names of torch.
 
 All of these names exist in torch 2.11 to 2.15. A later version may remove any of them. :mod:`.torch_versions` lists
-them, so that a message can name missing ones. If a name is missing, code that uses it raises AttributeError or
+them, so that a message can list missing ones. If a name is missing, code that uses it raises AttributeError or
 ImportError, unless the entry says otherwise. ``tests/test_torch_private.py`` uses every entry, so it is the first test
 to fail after a torch upgrade.
 
@@ -77,7 +77,7 @@ def workers_of(iterator: Any) -> list[Any]:
 
 
 def shut_down_workers(iterator: Any, persistent: bool = False) -> None:
-    """Shut down an iterator's worker processes, if it has any; keep persistent workers unless ``persistent``.
+    """Shut down an iterator's worker processes, if it has any; keep persistent workers unless ``persistent`` is True.
 
     If torch removes ``_shutdown_workers``, nothing happens, and workers exit when their iterator is garbage-collected.
     """
@@ -103,7 +103,7 @@ unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_b
 def is_initialized(module: nn.Module) -> bool:
     """Return True if ``nn.Module.__init__`` has run.
 
-    If torch removes ``_modules``, this always returns False, so every module is refused.
+    If torch removes ``_modules``, this always returns False, so every module is rejected as uninitialized.
     """
     return "_modules" in vars(module)
 
@@ -111,7 +111,7 @@ def is_initialized(module: nn.Module) -> bool:
 def unscales_in_its_step(optimizer: Any) -> bool:
     """Return True if an optimizer removes the loss scale inside its step.
 
-    If torch removes ``_step_supports_amp_scaling``, this always returns False, so no optimizer is refused.
+    If torch removes ``_step_supports_amp_scaling``, this always returns False, so such optimizers are accepted.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -342,7 +342,7 @@ fsdp_state: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 def finish_backward(state: Any) -> None:
     """Finish a backward pass by reducing the gradients that are still waiting.
 
-    ``state``: the root's :func:`fsdp_state`.
+    ``state``: the :func:`fsdp_state` of the root module.
     """
     context = state._state_ctx
     if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 and newer
@@ -353,7 +353,7 @@ def finish_backward(state: Any) -> None:
 def after_backward(root: nn.Module, then: Callable[[], None] | None) -> None:
     """Call ``then`` at the end of each backward pass through those modules in ``root`` that FSDP shards.
 
-    By that time, FSDP has reduced its own gradients. None removes the function that was set before.
+    By that time, FSDP has reduced its own gradients. If ``then`` is None, the previous function is removed.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -389,8 +389,8 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
 def waiting_gradient(one: Any) -> Tensor | None:
     """Return the unsharded gradient that waits to be reduced, for an entry of :func:`fsdp_parameters`.
 
-    If torch removes these attributes, this returns None, and gradients that are still waiting to be reduced are not
-    saved.
+    If torch removes the attributes that hold the gradient, this returns None, and gradients that are still waiting to
+    be reduced are not saved.
     """
     accumulated = getattr(one, "unsharded_accumulated_grad", None)
     if accumulated is not None:
@@ -399,7 +399,7 @@ def waiting_gradient(one: Any) -> Tensor | None:
 
 
 def set_waiting_gradient(one: Any, gradient: Tensor) -> None:
-    """Make a gradient wait to be reduced. The parameter must have been gathered before."""
+    """Make a gradient wait to be reduced. The parameter must already be gathered."""
     parameter = one._unsharded_param
     kept = parameter.grad_dtype or gradient.dtype
     if gradient.dtype != kept and hasattr(one, "to_accumulated_grad_if_needed"):  # before torch 2.15
@@ -496,7 +496,7 @@ def tracing_whole_steps() -> AbstractContextManager[Any]:
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
-    """Return torch's error for a function that it cannot compile, and its error for one that it compiled too often."""
+    """Return two exception types: for a function that torch cannot compile, and for one that it compiled too often."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit

@@ -86,7 +86,7 @@ def lacks(owner: str, name: str) -> bool:
 
 
 def untried() -> str | None:
-    """Return a warning if the installed torch is newer than :data:`NEWEST_TRIED`, with its missing private names."""
+    """Return a warning, with any missing private names, if the installed torch is newer than :data:`NEWEST_TRIED`."""
     major, minor, *_ = torch.__version__.split(".")
     if (int(major), int(minor)) <= NEWEST_TRIED:
         return None

@@ -1,1 +1,1 @@
-"""One class per kind of device (CPU, CUDA and ROCm, MPS, XPU, TPU, others), for all that differs between kinds."""
+"""One class for each kind of device (CPU, CUDA and ROCm, MPS, XPU, TPU, others), with all that is specific to it."""

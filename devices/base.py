@@ -16,7 +16,7 @@ class DeviceKind:
 
     Attributes:
         name: the ``type`` of its ``torch.device`` objects.
-        title: what messages call such a device.
+        title: the name of such a device in messages.
     """
 
     name: str
@@ -47,7 +47,7 @@ class DeviceKind:
         return None
 
     def is_initialized(self) -> bool:
-        """Return True if this process has used such a device; only then do its generators have states."""
+        """Return True if this process has used such a device; before that, its generators have no states."""
         return False
 
     def initialize(self) -> None:
@@ -114,7 +114,7 @@ class DeviceKind:
         raise NotImplementedError(f"Torch has no streams for the {self.title}.")
 
     def new_event(self, timed: bool = False) -> Any:
-        """Return an event with ``record``, ``query`` and ``synchronize``; if timed, with ``elapsed_time`` in ms."""
+        """Return an event with ``record``, ``query`` and ``synchronize``; if ``timed``, also ``elapsed_time`` (ms)."""
         raise NotImplementedError(f"Torch has no events for the {self.title}.")
 
     def has_timed_events(self) -> bool:
@@ -122,7 +122,7 @@ class DeviceKind:
         return False
 
     def reporting_waits(self) -> AbstractContextManager[Any]:
-        """Context manager in which torch warns whenever the host waits for a device, if torch can do that."""
+        """Context manager in which torch warns whenever the host waits for a device, if torch supports this."""
         return nullcontext()
 
     # ---- memory ------------------------------------------------------------------------------------------------------

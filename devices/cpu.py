@@ -6,7 +6,7 @@ from .base import DeviceKind
 
 
 class CPU(DeviceKind):
-    """The CPU. Other code reads its RNG state (the host's) and its memory use (the process's)."""
+    """The CPU. Its RNG state is the host's, and its memory use is the process's; other code reads both."""
 
     name = "cpu"
     title = "CPU"

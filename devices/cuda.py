@@ -1,4 +1,4 @@
-"""GPUs that torch drives through CUDA or ROCm. The only file that uses ``torch.cuda``."""
+"""GPUs that torch drives through CUDA or ROCm. No other file uses ``torch.cuda``."""
 
 from __future__ import annotations
 

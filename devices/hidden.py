@@ -1,6 +1,6 @@
 """Hide every device except the CPU from Paceline: ``paceline launch --cpu`` does so for the processes it starts.
 
-A kind's own variable is not enough: some kinds have none, and an empty ``ZE_AFFINITY_MASK`` hides nothing.
+A kind's own variable is not enough, because some kinds have none and an empty ``ZE_AFFINITY_MASK`` hides nothing.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Together:
         return found
 
     def _wait(self, what: str, seconds: float | None) -> bool:
-        """Wait until all ranks have written this key; return False if that takes longer than ``seconds``."""
+        """Wait until all ranks have reported ``what``; return False if that takes longer than ``seconds``."""
         start, reported = time.monotonic(), False
         missing = list(range(self.size))
         while missing := [rank for rank in missing if not self._store.check([self._key(f"{what}/{rank}")])]:
@@ -121,7 +121,7 @@ class Together:
         )
 
     def same(self, value: Callable[[], int]) -> int:
-        """Return rank 0's value on every rank. Every rank calls ``value``, which may count its calls."""
+        """Return rank 0's value on every rank. Every rank calls ``value``, because it may count its calls."""
         own = value()
         if self.rank == 0:
             self._store.set(self._key("next"), json.dumps(own))

@@ -25,7 +25,7 @@ _EXPLAINED = "_paceline_explained"
 
 
 class Door(NamedTuple):
-    """The arguments to name in each piece of advice, as they are written for a Trainer or an Accelerator."""
+    """The arguments that each piece of advice mentions, as a user of the Trainer or the Accelerator writes them."""
 
     accumulate: str
     precision: str
@@ -122,7 +122,7 @@ def needs_words(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, now: Situation) -> BaseException:
-    """Return an error with sizes and advice: torch's own type, or RuntimeError for errors of drivers and libraries."""
+    """Return an error with sizes and advice, of torch's own type if ``error`` is of that type, else a RuntimeError."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"batch size {now.samples}" if now.samples else ""

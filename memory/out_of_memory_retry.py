@@ -80,7 +80,8 @@ def find_executable_batch_size(
             uses the same number of samples.
         starting_batch_size: the first size to try, in samples.
         reduce_batch_size_fn: a function without arguments that returns the next size.
-        factor: what to multiply the size by after a failure, if ``reduce_batch_size_fn`` is not given; between 0 and 1.
+        factor: the number, between 0 and 1, by which the size is multiplied after a failure if ``reduce_batch_size_fn``
+            is not given.
 
     Raises:
         RuntimeError: not even one sample fits, or another rank failed with an error.

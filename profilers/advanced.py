@@ -11,7 +11,7 @@ from .base import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Records every Python function that runs in an action, with its number of calls and its time.
+    """Records the number of calls and the time of every Python function that runs during an action.
 
     A call counts toward the innermost running action. The profiler makes a step several times slower, so compare
     functions with each other and do not rely on absolute times.

@@ -1,7 +1,7 @@
 """The profiler interface, and a profiler that does nothing.
 
-Running code never checks for a profiler: functions to be timed are bound once through :meth:`Profiler.around`, which
-returns them unchanged if there is no profiler.
+Running code never checks for a profiler, because functions to be timed are bound once through :meth:`Profiler.around`,
+which returns them unchanged if there is no profiler.
 """
 
 from __future__ import annotations

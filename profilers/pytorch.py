@@ -71,7 +71,8 @@ class RegisterRecordFunction:
 class ScheduleWrapper:
     """A schedule that counts training steps and each kind of evaluation step separately.
 
-    Once recording starts for one kind of step, every step counts toward that schedule until the trace is complete.
+    Once recording starts for one kind of step, every step counts toward that kind's schedule until the trace is
+    complete.
 
     Args:
         schedule: a schedule of torch's profiler.

@@ -83,8 +83,8 @@ def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argumen
     hint = f" Existing hyperparameters: {messages.names(there, 'and')}." if there else ""
     raise AttributeError(
         f"{who} has neither an attribute nor a hyperparameter {wanted} to set.{hint} Store the value in __init__ "
-        f"(self.{names[0]} = {names[0]}, or save_hyperparameters()) and use the stored value, or name the attribute "
-        f"that holds it, such as {argument}='hparams.training.{names[0]}'."
+        f"(self.{names[0]} = {names[0]}, or save_hyperparameters()) and use the stored value, or pass the name of "
+        f"the attribute that holds it, such as {argument}='hparams.training.{names[0]}'."
     )
 
 

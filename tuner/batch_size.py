@@ -113,8 +113,8 @@ class SizeSearch:
     def search(self, trials: Trials) -> int:
         """Double the size until it no longer fits, or halve it until it does. ``binsearch`` then refines the result.
 
-        ``binsearch`` stops once the remaining range is within half the margin; more precision is not worth the extra
-        trials.
+        ``binsearch`` stops once the remaining range is within half the margin, because more precision is not worth the
+        extra trials.
         """
         size, fits, fails = min(self.init_val, self.max_val or self.init_val), 0, 0
         while len(trials.made) < self.max_trials:

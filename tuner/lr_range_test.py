@@ -50,7 +50,7 @@ class LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the learning rate where the loss falls fastest on a log scale; None if there are too few steps.
 
-        Rates past the lowest loss are ignored: once the loss has diverged, a drop means nothing.
+        Rates past the lowest loss are ignored, because a drop means nothing once the loss has diverged.
 
         Args:
             skip_begin: number of steps to skip at the start, where the smoothed loss is noisy.
@@ -94,7 +94,7 @@ class LRFinder:
             cause = f"If {rate:.4g} is too high, lower min_lr and max_lr; otherwise check the batches and the loss"
         return (
             f"The range test found no learning rate: the loss was {losses[first]} from step {first + 1} on, at a rate "
-            f"of {rate:.4g}. {cause}; Trainer(detect_anomaly=True) shows which operation failed."
+            f"of {rate:.4g}. {cause}. Trainer(detect_anomaly=True) shows which operation failed."
         )
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
@@ -185,7 +185,7 @@ class LossCurve:
     """Records the loss of each accumulation window and decides when to stop the test.
 
     Attributes:
-        head_start: number of steps before the first that the smoothing counts, with a loss of zero.
+        head_start: number of steps with a loss of zero that the smoothing assumes before the first step.
     """
 
     head_start = 0
@@ -265,7 +265,7 @@ def warn_if_unread(module: TrainingModule, places: list[TunedAttribute]) -> None
         messages.warn(
             f"lr_find sets {where}, but {owner}.configure_optimizers() creates the same optimizer regardless of "
             f"that value, so a fit will not use the rate that lr_find found. Create the optimizer with "
-            f"lr=self.{places[0].key}, or name the attribute that it reads, such as attr_name='hparams.training.lr'."
+            f"lr=self.{places[0].key}, or pass the attribute that it reads, such as attr_name='hparams.training.lr'."
         )
 
 

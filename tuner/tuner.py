@@ -148,7 +148,7 @@ class Tuner:
             model: the module.
             train_dataloaders: as for ``fit``: one DataLoader, or None if a hook creates it.
             val_dataloaders: as for ``fit``; not used.
-            dataloaders: the loaders for the other methods.
+            dataloaders: the loaders for a ``method`` other than ``"fit"``.
             datamodule: as for ``fit``.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then searches for the largest size
