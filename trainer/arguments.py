@@ -100,7 +100,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
-    """Check ``val_check_interval``; return a number of batches or epochs, and a duration's seconds (else None)."""
+    """Check ``val_check_interval``; return the interval in batches or epochs, and in seconds if it is a duration."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):

@@ -95,8 +95,8 @@ class Saver:
         Args:
             paths: files, or folders if the strategy writes shards.
             weights_only: leave out everything that only a resume needs.
-            background: return as soon as the state is copied; if None, only when that is faster (large states, remote
-                storage).
+            background: return as soon as the state is copied; if None, do so only where this is faster (large states,
+                remote storage).
             after: called on rank 0 once the files are on disk, in the thread that wrote them.
             settled: called in the main thread with the error, or with None if the write succeeded. For a background
                 write, this happens during the next call to this saver.

@@ -201,7 +201,7 @@ class WholeStep:
             parameter.grad = None
 
     def hear(self, name: str, value: Any, options: Any) -> Heard:
-        """Handle one call to ``self.log``."""
+        """Return the object that receives one call to ``self.log``."""
         return _Detached(self.heard, name, options)
 
     # ---- what the step calls ---------------------------------------------------------------------------------------

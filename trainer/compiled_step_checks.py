@@ -47,7 +47,7 @@ def check_trainer(trainer: Trainer) -> None:
     if strategy.precision.scaler is not None:
         raise ValueError(
             f"{asked}, precision={strategy.precision.name!r}): the host has to read the gradients to decide whether "
-            f"to step. Use precision='bf16-mixed', {_INSTEAD}."
+            f"to step, which a graph cannot do. Use precision='bf16-mixed', {_INSTEAD}."
         )
     own = sorted(strategy.precision.overrides & {*CLIPPING, *BACKWARD, "optimizer_step"})
     if own:
@@ -76,7 +76,7 @@ def check_module(run: Run) -> None:
     if takes_iterator(module.training_step):
         _refuse(
             run,
-            f"{owner}.training_step takes dataloader_iter to fetch batches, which the graph cannot do",
+            f"{owner}.training_step fetches batches from dataloader_iter, which the graph cannot do",
             "Use training_step(batch, batch_idx)",
         )
     for name in METHODS:

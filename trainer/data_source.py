@@ -73,8 +73,8 @@ class DataSource:
         if not self.defined(stage):
             owner = type(self.run.trainer.training_module).__name__
             raise TypeError(
-                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
-                f"defines {HOOK[stage]}(). Pass a loader, or define the hook."
+                f"There is no data for {STEP[stage]}, because no loader was passed and neither {owner} nor a "
+                f"DataModule defines {HOOK[stage]}(). Pass a loader, or define the hook."
             )
 
     def _hook(self, stage: str) -> Callable[[], Any] | None:
@@ -195,7 +195,7 @@ class DataSource:
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def validates(self) -> bool:
-        """Return True if this fit can validate: it has a loader and a step, and is not limited to 0 batches."""
+        """Return True if this fit has a validation loader and step, and does not limit validation to 0 batches."""
         run = self.run
         loader = self.defined("validate")
         step = overridden(run.trainer.training_module, "validation_step", TrainingModule) is not None
@@ -279,7 +279,7 @@ class DataSource:
                 end_persistent_workers(leaf)
 
     def counts(self) -> dict[str, Any]:
-        """Return the number of batches of each loader, for :meth:`take_over` in another process."""
+        """Return the number of batches in each loader, for :meth:`take_over` in another process."""
         evaluated = {kind: limits for kind, (_, limits) in self.eval.items()}
         return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
 

@@ -37,7 +37,7 @@ FETCHES = {
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    With ``keep_predictions``, it collects the outputs of ``predict_step``, with ``gather`` from all ranks.
+    With ``keep_predictions``, it collects the outputs of ``predict_step``; ``gather`` adds those of other ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -238,9 +238,9 @@ class EvalLoop:
     def may_stop(self, known: float) -> bool:
         """Return True if a signal may stop this evaluation between two batches.
 
-        Inside a fit, a validation is always finished. So is an evaluation in which the ranks may have different numbers
-        of batches (the length is not ``known``), because a rank that has run all of its batches would wait for the
-        ranks that stopped.
+        Inside a fit, a validation is always finished. The same applies to an evaluation in which the ranks may have
+        different numbers of batches (the length is not ``known``), because a rank that has run all of its batches would
+        wait for the ranks that stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1
@@ -283,7 +283,7 @@ class EvalLoop:
         return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
 
     def check_hooks(self, several: bool) -> None:
-        """Raise for batch hooks that do not accept the loop's arguments (``dataloader_idx`` only if ``several``)."""
+        """Raise for batch hooks that do not accept the loop's arguments (also ``dataloader_idx`` if ``several``)."""
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):

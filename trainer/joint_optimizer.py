@@ -52,8 +52,8 @@ class JointOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"JointOptimizer has no {name!r}: it combines several optimizers that are stepped together. Use the "
-            "optimizers in its .optimizers attribute."
+            f"JointOptimizer has no {name!r}, because it combines several optimizers. Use the optimizers "
+            "in its .optimizers attribute."
         )
 
     def __repr__(self) -> str:

@@ -119,5 +119,5 @@ def _why(store: MetricStore, held_back: Callable[[str, Record, str], str], there
     choices = {*there, *(key for _, record in store.known() for key in record.keys)}
     return (
         f"{name!r} has not been logged yet.{messages.did_you_mean(name, choices)} {listed} It appears after the first "
-        f"self.log({name!r}, ...), or with on_epoch=True at the end of the epoch."
+        f"self.log({name!r}, ...), or, with on_epoch=True, at the end of the epoch."
     )

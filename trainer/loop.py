@@ -45,7 +45,7 @@ class FitLoop:
 
     Attributes:
         validation: runs the validations, and knows when one is due.
-        takes_iterator: whether the module has the form ``training_step(dataloader_iter)``.
+        takes_iterator: whether the step has the form ``training_step(dataloader_iter)``.
         guarded: whether a callback makes all ranks skip the same batches, as ``LossGuard`` does.
         stops: decides, for all ranks together, after which batch a run stops early.
         losses: reads the loss from what ``training_step`` returned.
@@ -116,7 +116,7 @@ class FitLoop:
         self.whole = compiled_whole(self.run, self.forward)
 
     def pending_work(self) -> Pending:
-        """Return the work that was pending when the checkpoint was written; a reached limit does not cancel it.
+        """Return the checkpoint's pending work, which must still be carried out even if a limit has been reached.
 
         If there is more to train now, work pending for the end of training or of an incomplete epoch is dropped.
         """

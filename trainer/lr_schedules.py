@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Schedules:
-    """A run's schedulers, grouped by interval once per epoch, because callbacks may replace them."""
+    """A run's schedulers, regrouped by interval in each epoch, because callbacks may replace them."""
 
     def __init__(self, run: Run, configs: list[SchedulerConfig]) -> None:
         self.run = run
@@ -40,7 +40,7 @@ class Schedules:
             self.advance(self.epoch, state.epoch + 1)
 
     def steps(self) -> int:
-        """Return the number of updates so far, which the frequency of "step" schedulers counts."""
+        """Return the number of updates so far, on which the frequency of "step" schedulers is based."""
         return self.run.state.updates
 
     def advance(self, configs: list[SchedulerConfig], count: int) -> None:

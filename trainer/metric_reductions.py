@@ -84,7 +84,7 @@ class Record:
         return self.key, self.step_key, self.epoch_key
 
     def update(self, value: Any, batch_size: int | None) -> None:
-        """Handle one call to ``self.log``."""
+        """Store the value of one call to ``self.log``."""
         if self.graph:
             self.value = value if isinstance(value, Tensor) else number(self.key, value)
         elif isinstance(value, Tensor) and value.is_cpu and not value.ndim:
@@ -106,7 +106,7 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: RecordOptions) -> bool:
-        """Return True if the options match the restored ones; a reduction's name must match, and groups may differ."""
+        """Return True if the options match the restored ones. Reductions are compared by name, groups are ignored."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
@@ -338,7 +338,7 @@ class MetricRecord(Record):
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not a "
-                "single number. Log its parts by name with self.log_dict, or choose an average= that returns a scalar."
+                "single number. Log each part by name with self.log_dict, or choose an average= that returns a scalar."
             )
         return value.detach().reshape(())
 

@@ -479,7 +479,7 @@ def _stacked(values: Iterable[Tensor]) -> Tensor:
 
 
 class _HostCopy:
-    """A transfer of scalar values to the host: started immediately and read once complete."""
+    """A transfer of scalar values to the host, which starts immediately and is read once it is complete."""
 
     def __init__(self, values: dict[str, Any], step: int = 0, epoch: int | None = 0) -> None:
         self.step, self.epoch = step, epoch

@@ -522,7 +522,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             map_location: where to put the tensors; CPU by default.
             hparams_file: a ``.yaml`` or ``.csv`` with constructor arguments, instead of those in the checkpoint.
             strict: whether all keys must match; the module's ``strict_loading`` if None.
-            weights_only: if False, also load hyperparameters that are objects, which can run code that the file
+            weights_only: if False, also load hyperparameters that are objects; loading them can run code that the file
                 specifies.
             **kwargs: constructor arguments; they override the saved ones.
         """

@@ -76,7 +76,7 @@ class ModuleHooks:
         """
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before each backward pass. ``loss``, of shape (), is divided for accumulation but not scaled."""
+        """Called before each backward pass. ``loss``, of shape (), is not scaled, but is divided for accumulation."""
 
     def on_after_backward(self) -> None:
         """Called after each backward pass. Gradients may be scaled, sharded and not yet averaged across ranks."""

@@ -1,8 +1,8 @@
 """Run an entry point in separately started processes, and bring the result back to this process.
 
-Afterwards, everything works as it does after a run in this process. The user's objects are updated in place: the
-Trainer, the module, its parameters, the callbacks and the loggers get the values that they have on rank 0. Objects
-that cannot be pickled (an open file, a live display) are left behind.
+Afterward, everything works as it does after a run in this process. The user's objects are updated in place: the
+Trainer, the module, its parameters, the callbacks and the loggers get the values that they have on rank 0. Objects that
+cannot be pickled (an open file, a live display) are not transferred.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class SchedulerConfig:
 
 
 class ManagedOptimizer:
-    """An optimizer as ``self.optimizers()`` returns it. ``step`` applies the precision and strategy, and is counted.
+    """An optimizer as ``self.optimizers()`` returns it. ``step`` applies precision and strategy, and counts the step.
 
     Everything else (``param_groups``, ``state``, ``zero_grad``) comes from the original optimizer (``.optimizer``).
 

@@ -56,7 +56,7 @@ def timed_in_run(action_name: str) -> Callable[[Callable[..., T]], Callable[...,
 
 
 def report_split(run: Run) -> None:
-    """Report the profiler's split of the run's time to the callbacks."""
+    """Report to the callbacks how the profiler split the run's time."""
     trainer, split = run.trainer, run.trainer.profiler.split()
     for callback in trainer.callbacks if split else ():
         callback.on_profile(trainer, run.module, type(trainer.profiler).__name__, split)

@@ -138,7 +138,7 @@ class Resumed:
         return counters
 
     def find_batch(self) -> None:
-        """Convert the position in the epoch to batches of this run's loader, and report derived values."""
+        """Convert the position in the epoch to a number of this run's batches, and report derived values."""
         run, state = self.run, self.run.state
         batch, ranks_now = state.next_batch, run.strategy.num_data_ranks
         now = samples_in_batch(run.source.train_loader, ranks_now)

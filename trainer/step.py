@@ -1,6 +1,6 @@
 """One training batch: forward, backward, update.
 
-There are three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one),
+There are three main forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one),
 :class:`ClosureStep` (optimizers that need a closure, such as LBFGS, and modules that override ``optimizer_step``) and
 :class:`ManualStep`. One of them is chosen at the start of each epoch, and everything that it calls is bound then.
 """
@@ -70,7 +70,7 @@ class TrainStep(ManualStep):
     Attributes:
         losses: reads the loss from what ``training_step`` returned, and counts the items of the window.
         optimizer: the fit's only optimizer, or a :class:`.JointOptimizer` that combines all of them.
-        share: this rank's weight in the epoch's last batch, if its size differs between ranks.
+        share: this rank's weight in the epoch's last batch, if the batch's size differs between ranks.
         sync: tells the strategy whether the next backward averages gradients across ranks; None if every backward does.
         scales: whether fp16 scales the losses; if so, gradients are unscaled before each step.
         clip: clips an optimizer's gradients; None if they are not clipped.

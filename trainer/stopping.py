@@ -60,7 +60,7 @@ class Stops:
             self.signum = state.signum = found.signum
             return "signal"
         if not state.should_stop:
-            messages.info(f"Training stops because {messages.ranks(found.ranks)} requested it.")
+            messages.info(f"Training stops because {messages.ranks(found.ranks)} requested a stop.")
         state.should_stop = True
         return "asked"
 

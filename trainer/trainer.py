@@ -68,7 +68,7 @@ class Trainer:
         strategy: how processes share the work: a name, or a Strategy object. ``"auto"`` runs one process on one device,
             and uses ``"ddp"`` on several devices. ``"single_device"`` and ``"cpu"`` run one process. ``"ddp"``,
             ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` keep a copy of the model in each process; add
-            ``_find_unused_parameters_true`` (or ``_false``) to the name for losses that do not reach every parameter.
+            ``_find_unused_parameters_true`` (or ``_false``) to the name if the loss does not depend on every parameter.
             ``"fsdp"``, ``"fsdp_cpu_offload"`` and ``"hybrid_shard"`` shard weights, gradients and optimizer state.
             ``"model_parallel"`` splits every layer. ``"deepspeed"``, ``"deepspeed_stage_1"``, ``"deepspeed_stage_2"``,
             ``"deepspeed_stage_2_offload"``, ``"deepspeed_stage_3"`` and ``"deepspeed_stage_3_offload"`` use DeepSpeed
@@ -140,9 +140,9 @@ class Trainer:
         compile: True or ``"networks"`` compiles the networks in place, ``"step"`` compiles the whole training step with
             its update, and ``"graphs"`` runs the compiled step as a CUDA graph. A dict sets arguments for
             ``torch.compile``, with one of these words as ``"scope"``. With None or False, nothing is compiled.
-        signals: what each signal does, by name or number, such as ``{"SIGUSR2": "stop"}``. ``"stop"`` finishes the
-            step, saves and ends the run; ``"requeue"`` also returns the SLURM job to the queue; None leaves the signal
-            unhandled. By default, SIGTERM and SIGINT stop the run, and SIGUSR1 requeues a SLURM job.
+        signals: the action for each signal (a name or a number), such as ``{"SIGUSR2": "stop"}``. ``"stop"`` finishes
+            the step, saves and ends the run; ``"requeue"`` also returns the SLURM job to the queue; None leaves the
+            signal unhandled. By default, SIGTERM and SIGINT stop the run, and SIGUSR1 requeues a SLURM job.
     """
 
     settings_in_force: list[Row]
@@ -306,7 +306,7 @@ class Trainer:
                 warns and starts fresh. ``"auto"`` does the same without the warning, for a command that may be starting
                 for the first time. ``"best"`` resumes from the best checkpoint of the previous run. None starts fresh
                 or, in a job that SLURM requeued, means ``"auto"``.
-            weights_only: if False, also load pickled objects, which can run code that the file specifies.
+            weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
             restore: which parts of ``ckpt_path`` to restore. With all of them, the default, the fit continues bit for
                 bit as the saved run would have. ``"model"`` restores the weights and the DataModule's state.
                 ``"optimizer"`` restores the optimizers' state (such as momentum) and the loss scale. ``"schedulers"``
@@ -340,7 +340,7 @@ class Trainer:
             ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
             datamodule: a DataModule to use instead of loaders.
-            weights_only: if False, also load pickled objects, which can run code that the file specifies.
+            weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
         """
         loaders = {"validate": dataloaders}
         request = Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
@@ -418,7 +418,7 @@ class Trainer:
             return_predictions: whether to keep the predictions; None means True. If False, only callbacks such as
                 ``BasePredictionWriter`` receive them, batch by batch.
             ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"`` or ``"last"``.
-            weights_only: if False, also load pickled objects, which can run code that the file specifies.
+            weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
             gather: with several processes, return the predictions of all processes, in data order, on each process; if
                 False, each process returns its own.
 
@@ -541,7 +541,7 @@ class Trainer:
         self.state.stop_requested |= self.state.should_stop
 
     def may_stop(self) -> bool:
-        """Return True if ``should_stop`` takes effect now, which is after ``min_epochs`` and ``min_steps``."""
+        """Return True if ``should_stop`` takes effect now, that is, after ``min_epochs`` and ``min_steps``."""
         epochs, steps = self.min_epochs or 0, self.min_steps or 0
         if self.state.epoch >= epochs and self.state.global_step >= steps:
             return True
@@ -612,7 +612,7 @@ class Trainer:
 
     @property
     def lightning_module(self) -> TrainingModule | None:
-        """Lightning's name for :attr:`training_module`, or None if there is none yet."""
+        """Lightning's name for :attr:`training_module`; None if the Trainer has no module yet."""
         return self.current_run.module
 
     @property
@@ -768,12 +768,12 @@ class Trainer:
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """The number of batches of each validation loader."""
+        """The number of batches in each validation loader."""
         return list(self.current_run.source.eval.get("validate", ([], []))[1])
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """The number of batches of each validation loader in a fit's sanity check."""
+        """The number of batches that a fit's sanity check runs from each validation loader."""
         request = self.current_run.request
         if request is None or request.fn != "fit":
             return []
@@ -782,12 +782,12 @@ class Trainer:
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """The number of batches of each test loader."""
+        """The number of batches in each test loader."""
         return list(self.current_run.source.eval.get("test", ([], []))[1])
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """The number of batches of each prediction loader."""
+        """The number of batches in each prediction loader."""
         return list(self.current_run.source.eval.get("predict", ([], []))[1])
 
     @property

@@ -82,7 +82,7 @@ class Validation:
 
     @phase("validation")
     def validate(self) -> Reason:
-        """Validate during a fit; return the reason if the run should stop right afterwards, else an empty string."""
+        """Validate during a fit; return the reason if the run should stop right afterward, else an empty string."""
         state, metrics = self.run.state, self.run.metrics
         metrics.drain()
         self.random, state.pending = random_states(), Pending.VALIDATION

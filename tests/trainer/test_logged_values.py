@@ -38,7 +38,7 @@ class Reads(TinyModule):
             self.trainer.callback_metrics["train_loss"]
         assert str(caught.value) == (
             "'train_loss' has not been logged yet. Nothing is available yet. It appears after the first "
-            "self.log('train_loss', ...), or with on_epoch=True at the end of the epoch."
+            "self.log('train_loss', ...), or, with on_epoch=True, at the end of the epoch."
         )
 
     def on_validation_batch_end(self, *args: Any) -> None:
