@@ -134,11 +134,11 @@ class Callback:
     _logs_in: TrainingModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a number from a hook. Takes the arguments of ``TrainingModule.log`` and follows the same rules."""
+        """Log a number from a hook, with the arguments and rules of ``TrainingModule.log``."""
         self._logging_module(name).log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log every entry of a dict. Takes the arguments of ``TrainingModule.log_dict``."""
+        """Log every entry of a dict, with the arguments of ``TrainingModule.log_dict``."""
         self._logging_module(", ".join(map(str, dictionary))).log_dict(dictionary, *args, **kwargs)
 
     def _logging_module(self, names: str) -> TrainingModule:

@@ -52,8 +52,9 @@ class CheckpointKeeper(Checkpoint):
 
     Subclasses may override four methods, which have the same names and arguments as in Lightning:
     ``_monitor_candidates`` adds values to rank by; ``_update_best_and_save`` ranks and writes a file with a score;
-    ``_save_checkpoint`` writes each file; and ``_remove_checkpoint`` deletes a file. The last is called only on rank 0,
-    and the two before it on every rank. A file that an override writes is never written in the background.
+    ``_save_checkpoint`` writes each file; and ``_remove_checkpoint`` deletes a file. ``_remove_checkpoint`` is called
+    only on rank 0, but the two methods that write are called on every rank. A file that an override writes is never
+    written in the background.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -321,7 +322,7 @@ class CheckpointKeeper(Checkpoint):
         return False, number if self.mode == "min" else -number
 
     def _rank(self) -> None:
-        """Update the attributes that name the best and the worst of the kept files."""
+        """Update the attributes for the best and the worst of the kept files."""
         order = sorted(self.best_k_models, key=lambda path: self._badness(self.best_k_models[path]))
         best = order[0] if order and not torch.isnan(self.best_k_models[order[0]]) else ""
         worst = order[-1] if order and len(order) >= self.save_top_k else ""
@@ -514,7 +515,7 @@ class CheckpointKeeper(Checkpoint):
     def _unused(
         self, trainer: Trainer, values: Mapping[str, Tensor], template: str | None, replaces: Collection[str] = ()
     ) -> str:
-        """Return a path for a new file. No file exists there yet, unless it is one of the replaced files."""
+        """Return a path for a new file: one that is not in use, or the path of a replaced file."""
         path = self.format_checkpoint_name(values, template)
         if self.enable_version_counter:
             versions = (self.format_checkpoint_name(values, template, ver) for ver in count(self.STARTING_VERSION))

@@ -269,7 +269,7 @@ _LOWER = (
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
-    """Return True if all metrics are known when an epoch ends: it has no validation, or only one, at the end."""
+    """Return True if all metrics are known when an epoch ends, because any validation takes place only at its end."""
     if not trainer.enable_validation:
         return True
     if trainer.check_val_every_n_epoch != 1 or trainer.val_check_seconds is not None:

@@ -30,8 +30,8 @@ class BaseFinetuning(Callback):
     pass only the trainable parameters: ``[p for p in self.parameters() if p.requires_grad]``.
 
     A checkpoint records by name which parameters were added and which are frozen. A resumed run has the same parameter
-    groups, and ``finetune_function`` still runs once per epoch. Schedulers include new groups: a new group's learning
-    rate changes in proportion to the first group's.
+    groups, and ``finetune_function`` still runs once per epoch. Schedulers also change the learning rate of a new
+    group, in proportion to the first group's.
 
     Example:
         >>> class UnfreezeEncoder(BaseFinetuning):

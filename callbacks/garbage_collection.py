@@ -146,7 +146,7 @@ class GarbageCollection(Callback):
 
 
 def _long_lived() -> int:
-    """Return the number of objects that a full collection would scan; exact only right after a full collection."""
+    """Return the number of objects that a full collection would scan; it is exact only right after one."""
     return len(gc.get_objects(generation=2))
 
 

@@ -285,8 +285,8 @@ class _WayBack:
     def begin(self, trainer: Trainer) -> None:
         """Record where the fit starts (``trainer.ckpt_path``).
 
-        Of the checkpoints that already exist, only those saved up to the fit's starting point count as its own; none do
-        if it starts at step 0.
+        Of the checkpoints that already exist, only those saved up to the fit's starting point count as the fit's own.
+        If a fit starts at step 0, none of them do.
         """
         path, newest, before = trainer.ckpt_path, trainer.current_run.saves, 0
         if trainer.global_step and trainer.is_global_zero:

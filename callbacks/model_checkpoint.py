@@ -38,8 +38,8 @@ class ModelCheckpoint(CheckpointKeeper):
     separate, complete file.
 
     *A validation metric with an interval in steps or time.* Between two validations, the metric belongs to older
-    weights. The ranked file is therefore written after the next validation, with the metric of the weights in it. Only
-    ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
+    weights. The ranked file is therefore written after the next validation, with the metric of the weights that it
+    contains. Only ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
 
     *Deletion.* A file is deleted only if this run wrote it (even before a resume, because each file carries the run's
     mark), if it is in ``dirpath``, if the run was not resumed from it, and only after its successor is safely on disk.

@@ -38,10 +38,10 @@ class StochasticWeightAveraging(Callback):
     """Average the weights at the end of each of the last epochs and load the mean into the module when the fit ends.
 
     From the start epoch on, a schedule toward ``swa_lrs`` replaces the run's scheduler. When the fit ends, the mean
-    replaces the weights, and BatchNorm statistics are re-estimated for the mean in one more pass over the training data
-    through ``training_step``, without gradients or logging. Validation and the checkpoints written during the fit use
-    the current weights; the average is part of this callback's state. A checkpoint written after the fit contains both
-    the mean and the trained weights.
+    replaces the weights, and BatchNorm statistics are re-estimated for the mean: ``training_step`` runs on all training
+    data once more, without gradients or logging. Validation and the checkpoints written during the fit use the current
+    weights; the average is part of this callback's state. A checkpoint written after the fit contains both the mean and
+    the trained weights.
 
     Args:
         swa_lrs: the learning rate to anneal to: one for all parameter groups, or a list with one for each.

@@ -47,7 +47,7 @@ class DeviceKind:
         return None
 
     def is_initialized(self) -> bool:
-        """Return True if this process has used such a device; before that, its generators have no states."""
+        """Return True if this process has used such a device; a device has no generator state before its first use."""
         return False
 
     def initialize(self) -> None:
@@ -102,7 +102,7 @@ class DeviceKind:
             self.synchronize(device)
 
     def new_stream(self, device: torch.device) -> Any:
-        """Return a new stream of a device. Only kinds that overlap copies support this and the next two methods."""
+        """Return a new stream of a device. Only kinds that overlap copies have streams."""
         raise NotImplementedError(f"Torch has no streams for the {self.title}.")
 
     def current_stream(self, device: torch.device) -> Any:

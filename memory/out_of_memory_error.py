@@ -122,7 +122,7 @@ def needs_words(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, now: Situation) -> BaseException:
-    """Return an error with sizes and advice, of torch's own type if ``error`` is of that type, else a RuntimeError."""
+    """Return an error with sizes and advice: ``torch.OutOfMemoryError`` if ``error`` is one, else RuntimeError."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"batch size {now.samples}" if now.samples else ""

@@ -1,1 +1,1 @@
-"""Find a learning rate or a batch size by running trials on the module itself, then restore everything else."""
+"""Find a learning rate or a batch size by running trials on the module itself, then restore all other state."""

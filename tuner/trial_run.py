@@ -50,7 +50,7 @@ def run_separately(
 ) -> Any:
     """Prepare a separate run as an entry point does, call ``work``, and restore module, data and Trainer.
 
-    A module that the strategy shards stays sharded, as after a fit. Afterwards, the Trainer's attributes return the
+    A module that the strategy shards stays sharded, as after a fit. Afterward, the Trainer's attributes return the
     search's module and DataModule, and the loaders that ``load`` creates from the run and the result.
     """
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy

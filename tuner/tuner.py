@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 class Tuner:
     """Finds a learning rate or a batch size before a fit, by running training steps on the module itself.
 
-    Everything but the result is restored afterwards (weights, buffers, RNG states, the position in the data, plain
+    Everything but the result is restored afterward (weights, buffers, RNG states, the position in the data, plain
     attributes of the module, and the Trainer's counters, callbacks and loggers), so the fit is bit-identical to one
     without the search. Callbacks are not called, and nothing is logged or saved. Changes to other objects (files, or
     instances of your own classes that the module holds) are not undone.
 
-    Afterwards, the Trainer's attributes return the search's module, DataModule and loaders, and the fit's
+    Afterward, the Trainer's attributes return the search's module, DataModule and loaders, and the fit's
     ``max_epochs``.
 
     Args:
