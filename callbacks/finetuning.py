@@ -86,7 +86,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Parameter]:
-        """Yield the trainable parameters in ``modules``, or with ``requires_grad=False`` the frozen ones.
+        """Yield the trainable parameters in ``modules`` or, with ``requires_grad=False``, the frozen ones.
 
         Each parameter appears once. With ``train_bn=False``, the parameters of BatchNorm layers are left out.
         """
@@ -237,8 +237,8 @@ class BaseFinetuning(Callback):
         if unknown:
             raise ValueError(
                 f"{type(self).__name__}.finetune_function added a parameter of shape {unknown[0]} that does not belong "
-                f"to {type(pl_module).__name__}, so a resumed run could not find it. Make it an attribute of the "
-                "module."
+                f"to {type(pl_module).__name__}, so a resumed run could not find it. Assign its layer to an "
+                "attribute of the module."
             )
         return [[names[id(p)] for p in group["params"]] for group in groups]
 

@@ -29,7 +29,7 @@ class LearningRateMonitor(Callback):
         logging_interval: ``"step"`` logs before an optimizer step whenever the trainer logs step values
             (``log_every_n_steps``); the logged rate is the one that the step uses. ``"epoch"`` logs when an epoch
             starts. None uses each scheduler's own interval, and ``"step"`` for optimizers without a scheduler.
-        log_momentum: also log the momentum (``lr-SGD-momentum``; the first beta for Adam; 0 for optimizers without a
+        log_momentum: also log the momentum (``lr-SGD-momentum``; the first beta for Adam; 0 for optimizers without
             momentum).
         log_weight_decay: also log the weight decay (``lr-SGD-weight_decay``).
         log_key_prefix: prefix of every name, such as ``"optim/"``; None means no prefix.

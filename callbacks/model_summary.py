@@ -53,7 +53,7 @@ class ModelSummary(Callback):
         except TypeError:
             raise TypeError(
                 f"{type(self).__name__}.summarize{inspect.signature(self.summarize)} cannot be called with (trainer, "
-                "pl_module, summary). Define it as summarize(self, trainer, pl_module, summary): the summary has the "
+                "pl_module, summary). Define it as summarize(self, trainer, pl_module, summary). The summary has the "
                 "table's rows and the totals, such as summary.layers and summary.total_parameters."
             ) from None
         self.summarize(trainer, pl_module, summary)

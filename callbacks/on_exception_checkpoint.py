@@ -18,7 +18,7 @@ class OnExceptionCheckpoint(Checkpoint):
     """Save a checkpoint when an exception or Ctrl-C ends a fit; ``fit(ckpt_path="last")`` finds it.
 
     An existing file is overwritten. Nothing is written during the first batch, with ``fast_dev_run``, or if a signal
-    ended the fit and a ``ModelCheckpoint`` has saved that step.
+    ended the fit and a ``ModelCheckpoint`` has saved the current step.
 
     Args:
         dirpath: a folder, or a URL such as ``s3://bucket/run``.

@@ -154,7 +154,7 @@ class ProgressBar(Callback):
     def print(
         self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
     ) -> None:
-        """Print above the bar, or to ``file`` if it is given. Takes the arguments of the built-in ``print``."""
+        """Print above the bar, or to ``file`` if given, with the arguments of the built-in ``print``."""
         stream = sys.stdout if file is None else file
         if stream is not None:
             stream.write(_joined(args, sep, end))

@@ -1,4 +1,4 @@
-"""Callback for stochastic weight averaging: averages the weights of the last epochs, with its own learning rates."""
+"""Callback for stochastic weight averaging, which averages the last epochs' weights and sets the learning rates."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class StochasticWeightAveraging(Callback):
             if epoch > self._start:
                 messages.warn(
                     f"{type(self).__name__} starts in epoch {epoch} instead of epoch {self._start}, because the run "
-                    "was resumed from a checkpoint without the callback's state. Only epochs from here on are averaged."
+                    "was resumed from a checkpoint without the callback's state. Earlier epochs are not averaged."
                 )
             self._begin(trainer, pl_module)
             self._last_epoch = epoch - 1 - self._before_epochs

@@ -160,7 +160,7 @@ class DeviceKind:
     # ---- random numbers ----------------------------------------------------------------------------------------------
 
     def random_state(self, device: torch.device) -> Tensor | None:
-        """Return the state of a device's own generator, shape (n,), uint8, on the CPU; None if there is none."""
+        """Return the state of a device's own generator as a uint8 CPU tensor of shape (n,); None if there is none."""
         return None
 
     def set_random_state(self, state: Tensor, device: torch.device) -> None:
