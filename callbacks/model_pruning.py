@@ -134,7 +134,7 @@ class ModelPruning(Callback):
             if part not in parts:
                 raise ValueError(
                     f"ModelPruning(parameters_to_prune=...) contains a {type(part).__name__} that is not a submodule "
-                    f"of the {type(pl_module).__name__} being trained. Take the submodules from the module passed to fit."
+                    f"of the {type(pl_module).__name__} being trained. Take it from the module that you pass to fit."
                 )
             if not _is_parameter(part, name):
                 own = [known for known, _ in part.named_parameters(recurse=False)]
