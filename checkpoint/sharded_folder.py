@@ -297,7 +297,7 @@ class _Metadata(pickle.Unpickler):
         )
         if not known or "." in name:
             raise ValueError(
-                f"The checkpoint {self.name!r} was not loaded, and nothing in it was run, because its index would "
+                f"The checkpoint {self.name!r} was not loaded and nothing in it was run, because its index would "
                 f"import {module}.{name}, which a tensor index never needs. Use a checkpoint from a source that you "
                 "trust."
             )

@@ -260,8 +260,8 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     by_use = {use: [one for one in found if found[one] == use] for use in (CALLS, CREATES, REFERS)}
     does = [f"{use} {_some(names)}" for use, names in by_use.items() if names]
     return ValueError(
-        f"The checkpoint {name!r} was not loaded, and nothing in it was run, because it contains more than plain data "
-        f"and tensors: loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which "
+        f"The checkpoint {name!r} was not loaded and nothing in it was run, because it contains more than plain data "
+        f"and tensors, and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which "
         f"runs that code, or write a plain copy with: paceline checkpoint convert {name} OUT --trust. Or allow the "
         "names with torch.serialization.add_safe_globals([...])."
     )
