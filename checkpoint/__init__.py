@@ -1,1 +1,1 @@
-"""Checkpoints: writing, finding, verifying and reading them, and restoring a run from them."""
+"""Checkpoints: write, find, verify and read them, and restore a run from them."""

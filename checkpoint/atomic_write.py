@@ -26,8 +26,8 @@ _TEMPORARY = re.compile(r"\.(.+\.[0-9a-f]{12}|[0-9a-f]{32})\.tmp")
 def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
     """Context manager that yields a local path; the file written there replaces ``target`` when the block ends.
 
-    The block must sync the file. If the block raises, the file is deleted and ``target`` is unchanged. ``new`` has the
-    same meaning as in :func:`take_place`.
+    The block must sync the file to disk. If the block raises, the file is deleted and ``target`` is unchanged. ``new``
+    has the same meaning as in :func:`take_place`.
     """
     temporary = beside(target, temporary_name(target.name))
     try:
@@ -41,7 +41,7 @@ def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
 
 
 def beside(target: Location, name: str) -> Path:
-    """Return the path to write to before ``target`` is replaced: in its folder, or in TMPDIR if ``target`` is a URL."""
+    """Return the path to write to before ``target`` is replaced: in the same folder, or in TMPDIR for a URL."""
     return Path(tempfile.gettempdir(), name) if isinstance(target, Remote) else target.with_name(name)
 
 
@@ -53,14 +53,14 @@ def temporary_name(name: str) -> str:
 
 
 def remove_temporaries(folder: Location) -> None:
-    """Delete temporary files left in a local folder by saves that were killed. No run may be saving to that folder."""
+    """Delete temporary files that killed saves left in a local folder. No run may be saving to that folder."""
     for path in folder.iterdir() if isinstance(folder, Path) else ():
         if _TEMPORARY.fullmatch(path.name):
             remove(path)
 
 
 def take_place(temporary: Path, target: Location, new: bool = False) -> None:
-    """Rename ``temporary`` to ``target``, delete any previous file or folder of that name, and sync the parent folder.
+    """Rename ``temporary`` to ``target``, delete any previous ``target``, and sync the parent folder.
 
     If ``target`` is a URL, the file is uploaded. With ``new``, ``target`` must not exist yet.
 
@@ -82,9 +82,9 @@ def take_place(temporary: Path, target: Location, new: bool = False) -> None:
 def _rename(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, replacing any existing file or folder.
 
-    A file replaces a file in one step, with an ordinary rename. If one of them is a folder, the two swap names, which
-    is a single step on Linux. On other systems, the old ``target`` is first renamed to a hidden name; a crash right
-    after that leaves it under the hidden name, and ``target`` does not exist.
+    A file replaces a file in one step, with an ordinary rename. If either path is a folder, the two swap names, which
+    is a single step on Linux. On other systems, the old ``target`` is first renamed to a hidden name; if a crash
+    follows immediately, the old version only exists under the hidden name, and there is no ``target``.
     """
     if not target.is_dir() and not temporary.is_dir():
         temporary.replace(target)
@@ -103,8 +103,8 @@ def _rename(temporary: Path, target: Path) -> None:
 def _rename_new(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, which must not exist.
 
-    On Linux, or with hard links, this is one atomic step. Otherwise, ``target`` is checked first, and another process
-    could still create it before the rename.
+    On Linux, or with hard links, this is one atomic step. Otherwise, this function first checks ``target``, and another
+    process could still create it before the rename.
     """
     try:
         problem = _renameat2(temporary, target, _RENAME_NOREPLACE)
@@ -138,8 +138,9 @@ def _rename_if_free(temporary: Path, target: Path) -> None:
 def _saved_meanwhile(target: Location) -> FileExistsError:
     return FileExistsError(
         errno.EEXIST,
-        "The checkpoint was not saved, because another run saved one with the same name at the same time. The other "
-        "run's checkpoint is unchanged. Use a separate folder for each run (dirpath, default_root_dir). Checkpoint",
+        "The checkpoint was not saved, because another run saved a checkpoint with the same name at the same time. "
+        "The other run's checkpoint is unchanged. Use a separate folder for each run (dirpath, default_root_dir). "
+        "Checkpoint",
         str(target),
     )
 
@@ -175,7 +176,7 @@ def put_link(path: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a new name in ``folder`` survive a power failure, if the file system supports it."""
+    """Make new names in ``folder`` survive a power failure, if the file system supports that."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)

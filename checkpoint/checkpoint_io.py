@@ -12,9 +12,9 @@ from .read import read
 class CheckpointIO(ABC):
     """Base class for plugins that write and read checkpoints in their own way.
 
-    Strategies that write sharded checkpoints (folders to which each process writes its shards) do not use this class.
-    ``load_checkpoint`` must return the checkpoint that was passed to ``save_checkpoint``. ``paceline checkpoint`` and
-    ``ckpt_path="last"`` only understand files that :class:`TorchCheckpointIO` writes.
+    Strategies that write sharded checkpoints (folders to which each process writes its own shards) do not use a
+    CheckpointIO. ``load_checkpoint`` must return the checkpoint that was passed to ``save_checkpoint``. ``paceline
+    checkpoint`` and ``ckpt_path="last"`` only understand files that :class:`TorchCheckpointIO` writes.
     """
 
     #: Whether training continues while a checkpoint is written; None means only if that is faster.
@@ -41,8 +41,8 @@ class CheckpointIO(ABC):
 
         Args:
             path: path of the file.
-            map_location: device of the tensors, as for ``torch.load``; None means the CPU.
-            weights_only: as for ``torch.load``.
+            map_location: device for the tensors, as in ``torch.load``; None means the CPU.
+            weights_only: the same as for ``torch.load``.
         """
 
     @abstractmethod
@@ -70,8 +70,8 @@ class TorchCheckpointIO(CheckpointIO):
             raise ValueError(
                 f"save_checkpoint does not support storage_options={storage_options!r}. Storage options come from the "
                 "environment and fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every process that "
-                "reads the checkpoint finds them. Leave the argument out, or pass a CheckpointIO that supports "
-                "it: Trainer(plugins=[...])."
+                "reads the checkpoint finds the same options. Leave the argument out, or pass a CheckpointIO that "
+                "supports it: Trainer(plugins=[...])."
             )
         single_file.write(checkpoint, path)
 
@@ -83,12 +83,12 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Makes a Trainer write with another CheckpointIO in the background, after the tensors are copied.
+    """Makes a Trainer write checkpoints in the background with another CheckpointIO, from a copy of the tensors.
 
-    A direct call to :meth:`save_checkpoint` returns once the checkpoint is written.
+    A direct call to :meth:`save_checkpoint` returns only once the checkpoint is written.
 
     Args:
-        checkpoint_io: writes and reads the files; None means :class:`TorchCheckpointIO`.
+        checkpoint_io: the CheckpointIO that writes and reads the files; None means :class:`TorchCheckpointIO`.
     """
 
     in_background = True

@@ -16,8 +16,8 @@ from . import objects
 def converted(contents: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     """Convert a file's contents to a checkpoint of plain data; also return the names of objects with no plain form.
 
-    A module becomes its ``state_dict``, a Namespace becomes a dict, and a numpy array becomes a tensor. In a
-    checkpoint, other objects go to the section that only ``weights_only=False`` opens; see :mod:`.objects`.
+    A module becomes its ``state_dict``, a Namespace becomes a dict, and a numpy array becomes a tensor. If the file is
+    a checkpoint, other objects go to the section that only ``weights_only=False`` opens; see :mod:`.objects`.
 
     Raises:
         TypeError: if the file contains neither a dict nor a module, or an object cannot be pickled.

@@ -23,8 +23,8 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
     Args:
         template: text that contains ``{name}`` or ``{name:format}``; a name may contain dots and slashes.
         values: numbers and tensors with one element; missing names are filled with ``MISSING``.
-        equals: text between name and value, to write ``name<equals>value``; None writes only the value. A ``/`` in the
-            written name becomes ``_``.
+        equals: text between name and value in ``name<equals>value``; None writes only the value. A ``/`` in a name that
+            is written becomes ``_``.
     """
     parts: list[str] = []
     for text, name, spec, _ in Formatter().parse(template):
@@ -37,7 +37,7 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
 
 
 def check(template: str, what: str) -> None:
-    """Raise ``ValueError`` if the template cannot be filled with numbers; ``what`` names the argument in the error."""
+    """Raise ``ValueError`` if numbers cannot fill the template; ``what`` is the argument's name for the error."""
     try:
         for _, name, spec, conversion in Formatter().parse(template):
             if name == "" or (name or "").isdigit():
@@ -49,7 +49,7 @@ def check(template: str, what: str) -> None:
     except ValueError as error:
         raise ValueError(
             f"{what} got {template!r}, which is not a valid template: {error}. "
-            "Write metrics as '{epoch:02d}' or '{val_loss:.2f}', and double any literal brace."
+            "Write metrics as in '{epoch:02d}' or '{val_loss:.2f}', and double each literal brace."
         ) from None
 
 

@@ -20,7 +20,7 @@ class SearchFolders:
     Attributes:
         own: folders that the run's callbacks save to.
         earlier: folders of earlier runs, newest first.
-        depth: levels of subfolders in the names of the callbacks' files.
+        depth: number of subfolder levels in the names of the callbacks' files.
     """
 
     own: list[Location]
@@ -45,13 +45,13 @@ class SearchFolders:
         return cls(own, [path for path in sorted(default, key=_version, reverse=True) if path not in own], depth)
 
     def checkpoints(self, folders: Iterable[Location]) -> Iterator[Location]:
-        """Yield the checkpoints in some of the folders."""
+        """Yield the checkpoints in the given folders."""
         for folder in folders:
             yield from manifest.checkpoints_in(folder, self.depth)
 
 
 def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | None:
-    """Return the newest valid checkpoint, and report which newer ones cannot be used.
+    """Return the newest valid checkpoint, and report which newer checkpoints cannot be used.
 
     A fit cannot use checkpoints that contain only weights.
 
@@ -79,7 +79,7 @@ _WEIGHTS_ONLY = "weights only"
 
 
 def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
-    """Return the newest checkpoint that a run can start from, and why newer ones cannot be used, by path."""
+    """Return the newest checkpoint that a run can start from, and why newer ones cannot be used, keyed by path."""
     order, passed_over = _newest_first(paths)
     for path, known in order:
         why = _why_not(path, known, fn)
@@ -90,7 +90,7 @@ def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location |
 
 
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
-    """Return readable checkpoints with their manifests, in the order to try them, and why others are unreadable.
+    """Return the readable checkpoints and their manifests in the order to try them, and why others are unreadable.
 
     Checkpoints are ordered by save number, so that a clock that was set back does not matter. Files from other tools
     have no save number and come last, ordered by time.
@@ -113,7 +113,7 @@ def _why_not(path: Location, known: Manifest | None, fn: str) -> str | None:
     if known is None:
         return _damage(path) or _why_not_foreign(path, fn)
     if known.format > FORMAT:
-        return f"written by a newer version, in format {known.format}"
+        return f"written by a newer version of paceline, in format {known.format}"
     return _WEIGHTS_ONLY if fn == "fit" and known.weights_only else _damage(path)
 
 
@@ -150,8 +150,8 @@ def newer_of_its_run(path: Location) -> Location | None:
 def highest_sequence(folders: SearchFolders) -> int:
     """Return the highest save number in the folders; 0 if there is none.
 
-    Of the earlier runs (in version folders), only the newest one that saved anything is read, because its numbers are
-    the highest.
+    Of the earlier runs' version folders, only the newest folder with checkpoints is read, because its numbers are the
+    highest.
     """
     found = (_highest(folders.checkpoints([folder])) for folder in folders.earlier)
     return max(_highest(folders.checkpoints(folders.own)), next(filter(None, found), 0))

@@ -1,4 +1,4 @@
-"""Lock folders so that only one run at a time resumes in a folder, and never from the checkpoints of an active run."""
+"""Lock folders so that only one run at a time resumes in a folder, and never from an active run's checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FolderLocks:
 
     A run that starts from scratch can share a folder, because it only uses new file names. A run that resumes from the
     newest checkpoint in a folder needs an exclusive lock when it begins. On file systems without such locks (some
-    network file systems), no run is refused.
+    network file systems), any run can resume.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class FolderLocks:
         """Lock folders until :meth:`release` is called.
 
         Folders that do not exist yet and remote URLs are skipped. With ``alone``, check that no other run holds the
-        folders. Returns True if it is certain that no other run held them.
+        folders' locks. Returns True if it is certain that no other run held these locks.
 
         Raises:
-            BlockingIOError: if another run holds one of the folders and does not release it in time.
+            BlockingIOError: if another run holds the lock on a folder and does not release it in time.
         """
         certain = alone
         for folder in folders:
@@ -59,7 +59,7 @@ class FolderLocks:
 
 
 def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
-    """Wait until no other process holds the folder. Return False if the file system cannot tell, otherwise True."""
+    """Wait until no other process holds the folder's lock. Return False if the file system has no locks, else True."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
@@ -70,9 +70,9 @@ def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
             if time.monotonic() > deadline:
                 raise BlockingIOError(
                     error.errno,
-                    "Another run is writing checkpoints to this folder. This run cannot resume from them, because "
-                    "both runs would train the same steps. Wait for the other run to end, stop it, or use a different "
-                    "folder for this run (default_root_dir, dirpath). Folder",
+                    "Another run is writing checkpoints to this folder. This run cannot resume from these "
+                    "checkpoints, because both runs would train the same steps. Wait for the other run to end, stop "
+                    "it, or use a different folder for this run (default_root_dir, dirpath). Folder",
                     folder,
                 ) from None
             time.sleep(0.05)

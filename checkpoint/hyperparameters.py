@@ -1,4 +1,4 @@
-"""Store the arguments that a module or data module was created with, for logs and checkpoints."""
+"""Store the arguments with which a module or data module was created, for logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[
     """Context manager that makes ``cls.save_hyperparameters`` store ``arguments``, not the arguments of ``__init__``.
 
     Args:
-        cls: the class; instances of other classes, such as its submodules, store their own arguments.
+        cls: the class; instances of other classes, such as those of its submodules, store their own arguments.
         arguments: plain data that describes the arguments of ``__init__``, which may be objects that a checkpoint
             cannot store.
     """
@@ -80,7 +80,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Any:
-        """The values from :meth:`save_hyperparameters`. You may change them; a checkpoint stores the current values.
+        """The values that :meth:`save_hyperparameters` stored. You may change them; checkpoints store current values.
 
         This is an :class:`AttributeDict`, or a ``DictConfig`` with its interpolations if an OmegaConf config was saved.
         """
@@ -109,9 +109,9 @@ class HyperparametersMixin:
         Args:
             *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
                 an ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
-            ignore: names to leave out, even if a base class has stored them. Leave out modules, because their weights
-                are already in the ``state_dict``.
-            frame: frame from which to look for ``__init__``; the caller's by default.
+            ignore: names to leave out, even if a base class has stored them. Leave out arguments that are modules,
+                because their weights are already in the ``state_dict``.
+            frame: frame from which to search for ``__init__``; the caller's frame by default.
             logger: whether to pass these values to the loggers when a run starts.
         """
         if frame is None and (current := inspect.currentframe()) is not None:
@@ -148,8 +148,8 @@ class HyperparametersMixin:
         parsed = dict(parsed) if type(self) is cls else {}
         if by_name and not arguments and not _init_frames(self, frame):
             raise RuntimeError(
-                f"{owner}.save_hyperparameters() was called outside of __init__, so the arguments are not known. "
-                "Call it inside __init__, or pass the values to store: save_hyperparameters({'lr': 0.1})."
+                f"{owner}.save_hyperparameters() was called outside of __init__, so the arguments of __init__ are not "
+                "known. Call it inside __init__, or pass the values to store: save_hyperparameters({'lr': 0.1})."
             )
         if not args:
             self._hparams_name = "kwargs"
@@ -182,7 +182,7 @@ def _init_frames(owner: Any, frame: FrameType | None) -> list[FrameType]:
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> tuple[dict[str, Any], bool]:
-    """Return the arguments of all running ``__init__`` calls, and whether one of them takes ``**kwargs``."""
+    """Return the arguments of all running ``__init__`` calls, and whether any of these calls takes ``**kwargs``."""
     arguments: dict[str, Any] = {}
     open_ended = False
     for init in _init_frames(owner, frame):
@@ -196,7 +196,7 @@ def _init_arguments(owner: Any, frame: FrameType | None) -> tuple[dict[str, Any]
 
 
 def _argument_names(code: CodeType) -> tuple[tuple[str, ...], str | None]:
-    """Return the names of the arguments except ``self`` and ``*args``, and the name of ``**kwargs``, if any."""
+    """Return a function's argument names except ``self`` and ``*args``, and the name of its ``**kwargs``, if any."""
     count = code.co_argcount + code.co_kwonlyargcount
     names = code.co_varnames[1:count]
     has_args = bool(code.co_flags & inspect.CO_VARARGS)
@@ -253,7 +253,7 @@ def _copied(hparams: Any) -> Any:
 
 
 def _copy_of(value: Any) -> Any:
-    """Return a deep copy, or the value itself if it cannot be copied or is a module, whose copy would waste memory."""
+    """Return a deep copy of a value, or the value itself if it cannot be copied or is a module (to save memory)."""
     if _is_module(value):
         return value
     try:
@@ -279,7 +279,7 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
 
 
 def _check_ignored(owner: str, ignored: set[str], arguments: Iterable[str]) -> None:
-    """Warn if an ignored name does not exist but resembles one that does."""
+    """Warn if an ignored name does not exist but resembles the name of an argument."""
     known = list(arguments)
     for name in sorted(ignored.difference(known)):
         hint = messages.did_you_mean(name, known)

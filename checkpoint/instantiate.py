@@ -1,4 +1,4 @@
-"""Create an object from the hyperparameters that a command line stored: class names with their arguments."""
+"""Create an object from the hyperparameters that a command line stored, which are class names with arguments."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
     """Return True if Paceline's or Lightning's command line stored the hyperparameters.
 
     Raises:
-        ValueError: if they name a different function for creating the object. That function is not called.
+        ValueError: if the hyperparameters specify a different function that creates the object. That function is not
+            called.
     """
     maker = hyperparameters.get("_instantiator")
     if maker not in (None, MARK, *_LIGHTNINGS):
         raise ValueError(
-            f"The checkpoint's hyperparameters name {maker!r} as the function that creates the module. It was not "
-            "called, because a checkpoint must not be able to run code. Do not load this file unless you know who "
-            f"wrote it: a checkpoint from TrainerCLI has {MARK!r} there."
+            f"The checkpoint's hyperparameters specify {maker!r} as the function that creates the module. The "
+            "function was not called, because a checkpoint must not be able to run code. A checkpoint from "
+            f"TrainerCLI specifies {MARK!r} instead, so do not load this file unless you know who wrote it."
         )
     return maker is not None
 
 
 def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
-    """Create an instance of a class, or of the subclass that the hyperparameters name.
+    """Create an instance of a class, or of the subclass that the hyperparameters specify.
 
     Every class among the arguments must be allowed by the signature and must already be imported.
 
@@ -47,7 +48,7 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
 
     Raises:
         ModuleNotFoundError: if jsonargparse is not installed.
-        ValueError: if a class is not imported, or an argument does not fit the signature.
+        ValueError: if a class is not imported, or an argument does not match the signature.
     """
     if not messages.is_installed("jsonargparse"):
         raise ModuleNotFoundError(
@@ -76,16 +77,16 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
             parsed = parser.parse_object({"made": config})
         except ArgumentError as error:
             what = path or cls.__name__
-            raise ValueError(f"The hyperparameters in the checkpoint do not fit {what}: {error}") from error
+            raise ValueError(f"The hyperparameters in the checkpoint do not match {what}: {error}") from error
         return parser.instantiate(parsed, instantiators=[(make, target, False)]).made
 
 
 @contextmanager
 def importing_nothing(hyperparameters: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager for parsing a file's hyperparameters: nothing that they name is imported.
+    """Context manager for parsing a file's hyperparameters; no module that they mention is imported.
 
     Raises:
-        ValueError: they name something that the program has not imported.
+        ValueError: the hyperparameters mention something that the program has not imported.
     """
     for name in _class_paths(hyperparameters):
         if _imported(name) is None:
@@ -104,13 +105,13 @@ def importing_nothing(hyperparameters: Mapping[str, Any]) -> Iterator[None]:
 
 def _not_imported(name: str) -> ValueError:
     return ValueError(
-        f"The hyperparameters name {name!r}, which has not been imported. Loading a file never imports code, so "
+        f"The hyperparameters mention {name!r}, which has not been imported. Loading a file never imports code, so "
         "import it before you load the file, or name the class on the command line too."
     )
 
 
 class _Guard:
-    """Rejects this thread's imports of modules that a value names; jsonargparse's own imports still work."""
+    """Rejects this thread's imports of modules that a value mentions; jsonargparse's own imports still work."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []
@@ -140,7 +141,7 @@ def _imported(path: str) -> Any:
 
 
 def _class_paths(value: Any) -> Iterator[str]:
-    """Yield the path of every class named in the value, at any depth."""
+    """Yield the import path of every class that a value mentions, at any depth."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             if key in ("class_path", "_class_path") and isinstance(entry, str):

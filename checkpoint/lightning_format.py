@@ -1,4 +1,4 @@
-"""A run's counters under Lightning's names, so that Paceline and Lightning can resume from each other's checkpoints."""
+"""Store a run's counters under Lightning's names, so that Paceline and Lightning can resume each other's runs."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ def load_from_checkpoint(
 ) -> Any:
     """Create an instance with the hyperparameters in a checkpoint as its arguments, and load the checkpoint's state.
 
-    This does not change any RNG state. A warning names the pickled objects that a safe load leaves out. For the
+    This does not change any RNG state. A warning lists the pickled objects that a safe load leaves out. For the
     arguments, see ``TrainingModule.load_from_checkpoint``.
 
     Raises:
         ValueError: if the file is not a checkpoint, or loading it would run code.
-        RuntimeError: if the weights do not fit.
+        RuntimeError: if the weights do not match the module.
         TypeError: if ``__init__`` needs an argument that is in neither the file nor ``kwargs``, or ``kwargs`` has an
-            argument that ``__init__`` does not take.
+            argument that ``__init__`` does not accept.
     """
     checkpoint = read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
     is_module = issubclass(cls, nn.Module)
@@ -82,11 +82,11 @@ def _warn_of_objects(cls: Any, checkpoint: dict[str, Any], known: Mapping[str, A
     text = (
         f"{name}.load_from_checkpoint() loads the checkpoint without its "
         f"{messages.names(objects.names({**hparams, **others}), last='and')}, because unpickling objects can run code "
-        "named in the file. "
+        "that the file specifies. "
     )
     if hparams:
         listed, again = messages.names(hparams, last="and"), ", ".join(f"{one}=..." for one in hparams)
-        text += f"{name} is created without {listed}, so it may differ from the saved one. "
+        text += f"{name} is created without {listed}, so it may differ from the saved object. "
         text += f"Pass {again} to load_from_checkpoint. "
     messages.warn(f"{text}If you trust the file, use {name}.load_from_checkpoint(path, weights_only=False).")
 
@@ -100,7 +100,7 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
         name = type(module).__name__
         raise ValueError(
             f"{name}.load_from_checkpoint(strict={strict}) contradicts strict_loading={own}, which {name} sets. Leave "
-            "strict out, or pass the same value."
+            "strict out, or pass the same value to both."
         )
     restore.load_weights(module, state, wanted, _load_state_dict)
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
@@ -151,7 +151,7 @@ def _config(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def _attribute_dicts(value: Any) -> Any:
-    """Make the entries of nested dicts readable as attributes."""
+    """Make the entries of dicts readable as attributes, at any depth."""
     if isinstance(value, dict):
         return AttributeDict({key: _attribute_dicts(entry) for key, entry in value.items()})
     return value
@@ -163,7 +163,7 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint stores "
             f"{', '.join(apart)} as pickled objects. A safe load does not unpickle them, because unpickling can run "
-            f"code named in the file. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, "
+            f"code that the file specifies. If you trust the file, use {cls.__name__}.load_from_checkpoint(path, "
             "weights_only=False)."
         )
     if lacking:
@@ -171,7 +171,7 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
         again = ", ".join(f"{name}=..." for name in lacking)
         kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
         if saved:
-            kept = "use plain data as an argument instead, such as a name or numbers, which a checkpoint can store"
+            kept = "use an argument that a checkpoint can store as plain data instead, such as a name or numbers"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, but {held}. "
             f"Call {cls.__name__}.load_from_checkpoint(path, {again}), or {kept}."

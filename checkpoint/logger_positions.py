@@ -1,4 +1,4 @@
-"""Save the loggers' positions in checkpoints, so that a resumed run continues the logs from there."""
+"""Save the loggers' positions in checkpoints, so that a resumed run continues the logs at these positions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
     """If possible, let the loggers continue the logs of the run that wrote a checkpoint.
 
     Every rank must call this before the loggers create folders; rank 0 decides for all ranks. Resuming from a
-    checkpoint other than a run's newest starts a new run with new folders, unless the user chose the folder.
+    checkpoint that is not its run's newest starts a new run with new folders, unless the user chose the folder.
     """
 
     def look() -> dict[str, Any]:
@@ -64,7 +64,7 @@ def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
 
 
 def restore(run: Run, section: Mapping[str, Any]) -> None:
-    """Restore the positions of the loggers that belong to the run."""
+    """Restore the positions of those loggers whose logs belong to the run."""
     if run.strategy.is_global_zero:
         found = _recognized(run, section)
         for name, logger in named(run.trainer.loggers):

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: JSON with its metadata and checksums, written last and readable without the rest.
+"""A checkpoint's manifest: JSON with metadata and checksums, which is written last and can be read on its own.
 
 In a single file, the manifest is an additional record of the zip archive, ``<archive>/manifest.json`` (``unzip -p FILE
 '*/manifest.json'``); in a folder, it is the file ``manifest.json``. A checkpoint with a manifest is complete. This
@@ -43,13 +43,14 @@ class Manifest:
         weights_only: whether the checkpoint contains only weights; no fit can resume from such a checkpoint.
         epoch: number of completed epochs, not counting the current one.
         global_step: number of optimizer steps.
-        sequence: number of this save, counted across its run and earlier runs in the same folders; 0 outside a fit.
+        sequence: number of this save, counted across this run and earlier runs in the same folders; 0 outside a fit.
         monitor: name of the metric that ranked the checkpoint.
-        score: value of that metric; None if there is none or it is not finite.
+        score: value of that metric; None if there is no such metric or its value is not finite.
         world_size: number of processes in the run.
         versions: versions of paceline, torch and python.
         runs: IDs of the run that wrote the checkpoint, one for each checkpoint callback.
-        line: ID of the callback that manages the checkpoint, or empty if none does; a resumed run keeps the ID.
+        line: ID of the callback that manages the checkpoint, which a resumed run keeps; empty if no callback manages
+            it.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file in a folder (except the manifest), or of each record in a file.
     """
@@ -71,7 +72,7 @@ class Manifest:
 
     @property
     def inside(self) -> str:
-        """The subfolder that holds the files of a remote checkpoint folder; ``""`` for a local one."""
+        """The subfolder that holds the files of a remote checkpoint folder; ``""`` for a local folder."""
         return next((name.removesuffix(CONTENTS) for name in self.files if name.endswith(CONTENTS)), "").rstrip("/")
 
 
@@ -79,7 +80,8 @@ def of(checkpoint: dict[str, Any], files: dict[str, list[int]] | None = None) ->
     """Return the manifest for a checkpoint that is about to be written.
 
     Its sequence number and score come from ``checkpoint["paceline"]["manifest"]``. ``files`` maps each file in a folder
-    to its size and checksum; it is None for a single file, because the zip archive records them itself.
+    to its size and checksum; ``files`` is None for a single file, because the zip archive itself records sizes and
+    checksums.
     """
     section = checkpoint.get("paceline", {})
     facts = section.get("manifest", {})

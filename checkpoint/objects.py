@@ -1,7 +1,7 @@
 """Store objects that are not plain data in a separate, pickled section, which is opened only for trusted files.
 
-Unpickling runs code named in the file (https://docs.python.org/3/library/pickle.html). A safe load reads the section as
-bytes and never unpickles it.
+Unpickling runs code that the file specifies (https://docs.python.org/3/library/pickle.html). A safe load reads the
+section as bytes and never unpickles it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_
 
 
 def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with its objects pickled into a separate section, keyed by their original paths.
+    """Return the checkpoint with its objects pickled in a separate section, keyed by their original paths.
 
     Args:
         checkpoint: the checkpoint, with hyperparameters and everything that ``on_save_checkpoint`` added.
 
     Raises:
-        TypeError: if an object cannot be pickled; the message names it.
+        TypeError: if an object cannot be pickled; the message shows its path and type.
     """
     found: dict[str, dict[str, Any]] = {}
     kept = {}
@@ -43,7 +43,7 @@ def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def can_be_kept(value: Any) -> bool:
-    """Return True if a checkpoint can store the value, as plain data or as a pickled object."""
+    """Return True if a checkpoint can store a value, as plain data or as a pickled object."""
     try:
         _taken({}, "", value)
     except TypeError:
@@ -92,7 +92,7 @@ def types(checkpoint: Mapping[str, Any]) -> dict[str, str]:
 
 
 def types_within(checkpoint: Mapping[str, Any], entry: str) -> dict[str, str]:
-    """Return the type of each pickled object in an entry of a checkpoint, by the object's name."""
+    """Return the type of each pickled object inside an entry of a checkpoint, by the object's name."""
     start = f"{entry}/"
     return {place.removeprefix(start): kind for place, kind in types(checkpoint).items() if place.startswith(start)}
 
@@ -103,7 +103,7 @@ def names(found: Mapping[str, str]) -> list[str]:
 
 
 def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
-    """Unpickle the objects and put them back at their original paths. This runs code named in the file.
+    """Unpickle a checkpoint's objects and put them back at their paths. This runs code that the file specifies.
 
     Args:
         checkpoint: the checkpoint, which is changed in place and returned.
@@ -113,5 +113,5 @@ def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
         key, _, inner = place.partition("/")
         owner = checkpoint.setdefault(key, {}) if inner and key in _NESTED else checkpoint
         owner[inner if owner is not checkpoint else place] = pickle.loads(one["pickled"])
-    messages.info_once(f"weights_only=False: loading {name!r} runs code named in the file.", key="code of a file")
+    messages.info_once(f"With weights_only=False, loading {name!r} runs code that it specifies.", key="code of a file")
     return checkpoint

@@ -34,7 +34,7 @@ class RunFiles:
             checkpoint.setdefault("paceline", {}).setdefault("runs", []).append(self.mark)
 
     def is_ours(self, path: str) -> bool:
-        """Return True if this run wrote the file at a path, either now or before it was resumed."""
+        """Return True if this run wrote the file at a path, before or after it was resumed."""
         found = manifest.read_or_none(path)
         return found is not None and self.mark in found.runs
 
@@ -44,10 +44,11 @@ class RunFiles:
         return found.global_step if found is not None and self.mark in found.runs else None
 
     def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
-        """Delete files that were no longer needed when ``start`` was saved; return files that the next save replaces.
+        """Delete the files that ``start`` made unnecessary; return the files that the next save replaces.
 
-        ``start`` is the checkpoint from which the run resumes, and ``leftovers`` are the files no longer needed. The
-        next save replaces ``start`` itself, if it was no longer needed, and all files that were saved after it.
+        ``start`` is the checkpoint from which the run resumes, and ``leftovers`` are the files that were no longer
+        needed once ``start`` was saved. The next save replaces all files that were saved after ``start``, and also
+        ``start`` itself if it is one of ``leftovers``.
         """
         for path in leftovers:
             if path != start:
@@ -76,8 +77,8 @@ class RunFiles:
 
         Args:
             path: path of the file.
-            remove: function that deletes files in a CheckpointIO's own format. These do not record their run, so only
-                the folder is checked.
+            remove: function that deletes files in a CheckpointIO's own format. Such files do not record their run, so
+                only the folder is checked.
         """
         if not storage.is_inside(path, self.folder) or not (remove or self.is_ours(path)):
             return
@@ -89,15 +90,15 @@ class RunFiles:
             )
 
     def relative(self, path: str) -> str:
-        """Return the path relative to the folder, as it is stored in checkpoints."""
+        """Return a file's path relative to the folder, as it is stored in checkpoints."""
         return storage.relative(path, self.folder) if path and self.folder else path
 
     def find(self, saved: str, beside: str, old_folder: str | None) -> str | None:
         """Return the current path of a file, or None if it is not found.
 
-        Searches the folder, then ``beside``, the folder of the checkpoint that stores the path. ``saved`` is relative
-        to the folder. In checkpoints that other tools wrote, ``saved`` is absolute and is first made relative to
-        ``old_folder``, if that is known.
+        Searches the folder, then ``beside``, which is the folder of the checkpoint that stores the path. ``saved`` is
+        relative to the folder. In checkpoints that other tools wrote, ``saved`` is absolute and is first made relative
+        to ``old_folder``, if that is known.
         """
         absolute = isinstance(location(saved), Remote) or os.path.isabs(saved)
         relative = storage.relative(saved, old_folder or str(location(saved).parent)) if absolute else saved

@@ -1,4 +1,4 @@
-"""Find out which code a pickled file would run when loaded, without running any of it."""
+"""Find out which code would run if a pickled file were loaded, without running any of that code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _zipped(file: IO[bytes]) -> zipfile.ZipFile | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if a name only builds tensors or plain data, such as ``torch.FloatStorage`` or ``torch.float32``."""
+    """Return True if a name serves only to build tensors or plain data (``torch.FloatStorage``, ``torch.float32``)."""
     module, _, last = name.rpartition(".")
     if module == "torch":
         kinds = torch.dtype, torch.layout, torch.memory_format
@@ -103,7 +103,7 @@ class _StandIn(metaclass=_Kind):
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickles with a stand-in for each name, so that no code is imported or run."""
+    """Unpickles a file with a stand-in for each name, so that no code is imported or run."""
 
     def __init__(self, stream: IO[bytes], found: dict[str, str]) -> None:
         super().__init__(stream)

@@ -33,15 +33,15 @@ def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
 
 
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
-    """If any state was derived instead of restored, print one message that lists it.
+    """If any states were derived instead of restored, print one message that lists them.
 
     ``alike`` is as in :func:`entry_of`. ``then`` and ``now`` are the numbers of ranks in the saved run and in this run.
     """
     if derived:
-        other = f" was written on {_count(then)} and this run has {_count(now)}, so it"
+        other = f" was written by {_count(then)}, but this run has {_count(now)}, so the checkpoint"
         messages.info(
-            f"The checkpoint{'' if alike else other} does not contain everything that this run needs to resume. These "
-            f"were derived instead of restored: {'; '.join(derived)}."
+            f"The checkpoint{'' if alike else other} does not contain everything that this run needs to resume. The "
+            f"following were derived instead of restored: {'; '.join(derived)}."
         )
 
 
@@ -53,7 +53,7 @@ def _count(ranks: int) -> str:
 
 
 def buffers_apart(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
-    """Return the module's buffers that differ from rank 0's, such as batch norm statistics, on the CPU.
+    """Return those of the module's buffers that differ from rank 0's, such as batch norm statistics, on the CPU.
 
     Every rank must call this.
     """
@@ -85,6 +85,6 @@ def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Return a checksum of the numbers in a CPU tensor."""
+    """Return a checksum of the values in a CPU tensor."""
     flat = tensor.contiguous()
     return hashlib.blake2b(ctypes.string_at(flat.data_ptr(), flat.nbytes), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Read a checkpoint of either form, a single file or a folder."""
+"""Read a checkpoint, which is either a single file or a folder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def read(
 
     Args:
         path: path or URL of a file or of a sharded checkpoint's folder, or an open, seekable binary file.
-        map_location: device for the tensors, as for ``torch.load``; ``"meta"`` verifies them without loading them.
+        map_location: device for the tensors, as for ``torch.load``; ``"meta"`` verifies the tensors without loading
+            them.
         strategy: decides which shards of a folder's tensors this process needs; None means all shards.
-        trusted: also load pickled objects, which runs code named in the file.
+        trusted: whether to load pickled objects too, which runs code that the file specifies.
 
     Raises:
         FileNotFoundError: if the file does not exist; the message lists the files in the folder.

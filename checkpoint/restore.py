@@ -1,4 +1,4 @@
-"""Load weights and report states that do not fit. Trainer and Accelerator share this code for restoring checkpoints."""
+"""Load weights and report states that do not match. Trainer and Accelerator both use this to restore checkpoints."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def is_strict(module: Any) -> bool:
 def load_weights(
     module: nn.Module, state: Mapping[str, Any], strict: bool, load: Any, advice: str | None = None
 ) -> None:
-    """Load weights through ``load(module, state, strict)`` and report everything that does not fit.
+    """Load weights through ``load(module, state, strict)`` and report everything that does not match the module.
 
-    ``advice`` explains how to fix weights that do not fit; None uses the advice for a ``TrainingModule``.
+    ``advice`` says what to do if the weights do not match; None means the advice for a ``TrainingModule``.
 
     Raises:
-        RuntimeError: if names are missing or unexpected, or shapes differ; the message explains how to fix it.
+        RuntimeError: if names are missing or unexpected, or shapes differ; the message says what to do.
     """
     state = _that_layers_can_take(module, state)
     try:
@@ -74,7 +74,7 @@ def load_weights(
         if not found:
             raise
         raise RuntimeError(
-            f"The checkpoint does not fit {type(module).__name__}: {'; '.join(found)}. "
+            f"The checkpoint does not match {type(module).__name__}: {'; '.join(found)}. "
             f"{_advice(module, state) if advice is None else advice}"
         ) from error
     if result is not None and (result.missing_keys or result.unexpected_keys):
@@ -85,7 +85,7 @@ def load_weights(
 
 
 def _that_layers_can_take(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Drop the extra state of layers that TransformerEngine replaced in the saved run but not in this module."""
+    """Drop the extra state of layers that TransformerEngine replaced in the saved run but not in the current module."""
     extra = {key for key in state if key.endswith(_EXTRA)}
     if not extra:
         return state
@@ -97,7 +97,7 @@ def _that_layers_can_take(module: nn.Module, state: Mapping[str, Any]) -> Mappin
 
 def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
     return (
-        f"{_prefix_hint(module, state)}Build the module with the arguments it had when it was saved "
+        f"{_prefix_hint(module, state)}Build the module with the arguments that it had when it was saved "
         f"({type(module).__name__}.load_from_checkpoint takes them from the file){_or_in_part(module, state)}."
     )
 
@@ -121,7 +121,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and value.shape != state[key].shape
         if not key.endswith(_EXTRA)  # its size may change
     ]
-    kinds = ((missing, "missing from it"), (unexpected, "unexpected"), (shapes, "with a different shape"))
+    kinds = ((missing, "missing from the checkpoint"), (unexpected, "unexpected"), (shapes, "with a different shape"))
     return [f"{len(keys)} {what} ({_some(keys)})" for keys, what in kinds if keys]
 
 
@@ -137,7 +137,7 @@ def _prefix_hint(module: nn.Module, state: Mapping[str, Any]) -> str:
     for n in range(1, len(parts)):
         prefix = ".".join(parts[:n]) + "."
         if all(key.startswith(prefix) for key in state) and {key.removeprefix(prefix) for key in state} == own:
-            return f"The names would match without the prefix {prefix!r}, so remove it in on_load_checkpoint. "
+            return f"The names would match without the prefix {prefix!r}, so remove the prefix in on_load_checkpoint. "
     return ""
 
 
@@ -145,11 +145,11 @@ def optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: s
     """Return why a saved state cannot belong to this optimizer; empty if it can."""
     saved, groups = state["param_groups"], optimizer.param_groups
     if len(saved) != len(groups):
-        return f"the number of parameter groups was {len(saved)}, but is now {len(groups)}"
+        return f"the number of parameter groups was {len(saved)} but is now {len(groups)}"
     for index, (one, other) in enumerate(zip(saved, groups, strict=True)):
         if len(one["params"]) != len(other["params"]):
             before, now = len(one["params"]), len(other["params"])
-            return f"the number of parameters in group {index} was {before}, but is now {now}"
+            return f"the number of parameters in group {index} was {before} but is now {now}"
     lacking = [key for key in optimizer.defaults if key not in saved[0]]
     if lacking and saved_name != type(optimizer).__name__:
         return f"it was saved by {saved_name}, which has no {messages.names(lacking)}"

@@ -52,7 +52,7 @@ class Bare(NamedTuple):
 def bare(state: Mapping[str, Any], tied: Iterable[str] = ()) -> Bare:
     """Split a ``state_dict`` into tensors, duplicates and other entries.
 
-    ``tied`` contains regular expressions for names that should not be kept if a tensor has several names.
+    ``tied`` contains regular expressions that match the names to drop if a tensor has several names.
     """
     patterns = [re.compile(pattern) for pattern in tied]
     found = Bare({}, {}, {})
@@ -74,7 +74,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors that use the same storage."""
+    """Return a key that is the same for all tensors that use the same storage."""
     return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)
 
 
@@ -99,7 +99,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
 
 
 def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Return where the first tensor would start without padding (safetensors 0.4 to 0.8); 0 if unknown."""
+    """Return the offset at which tensor data would start without padding (safetensors 0.4 to 0.8); 0 if unknown."""
     entries: dict[str, Any] = {"__metadata__": {**metadata, _PADDING: ""}}
     order, end = list(_KINDS), 0
     if not {tensor.dtype for tensor in tensors.values()} <= _KINDS.keys():

@@ -1,9 +1,9 @@
 """A checkpoint in a folder: each process writes and reads its own shards of the tensors, in parallel.
 
-The folder contains three kinds of files: ``contents.ckpt``, a normal checkpoint file except that its sharded tensors
-are on the meta device, without memory; the shards of these tensors, written by torch.distributed.checkpoint under their
-names in the checkpoint (``state_dict.head.weight``); and ``manifest.json``, with the checksums of all files. Any number
-of processes can read the folder, and all of them get the same complete checkpoint.
+The folder contains three kinds of files: ``contents.ckpt``, which is a normal checkpoint file except that its sharded
+tensors are on the meta device, without memory; the shards of these tensors, which torch.distributed.checkpoint writes
+under the tensors' names in the checkpoint (``state_dict.head.weight``); and ``manifest.json``, with the checksums of
+all files. Any number of processes can read the folder, and all of them get the same complete checkpoint.
 
 At a remote URL, where folders cannot be renamed, the folder contains only the manifest, and each save puts the other
 files in a new subfolder. Replacing the manifest switches from the old checkpoint to the new one.
@@ -103,7 +103,7 @@ def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> 
 
 
 def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
-    """Call ``work`` on every process; if it fails on one, raise on all, so that none waits forever for the others."""
+    """Call ``work`` on every process; if one process fails, raise on all, so that none waits forever for the others."""
     problem: Exception | None = None
     result: Any = None
     try:
@@ -126,7 +126,7 @@ def _make_folder(target: Location, temporary: Path, make: bool) -> None:
     if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(
             errno.EISDIR,
-            "A folder with this name already exists and is not a checkpoint. Choose a different name. Folder",
+            "A folder with this name already exists, but it is not a checkpoint. Choose a different name. Folder",
             str(target),
         )
     if make:
@@ -144,12 +144,13 @@ def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> Non
         rank, failure = next(iter(error.failures.items()))
         raise OSError(
             f"The checkpoint was not saved, because rank {rank} could not write its shards to {str(folder.parent)!r} "
-            f"({failure[0]!r}). Make the folder writable for every process, free disk space, or save elsewhere."
+            f"({failure[0]!r}). Make the folder writable for every process, free disk space, or save to a different "
+            "folder."
         ) from error
 
 
 def _upload_folder(temporary: Path, target: Remote) -> Remote:
-    """Return the remote subfolder for the files of one save, below the folder that holds its manifest."""
+    """Return the remote subfolder for the files of one save, inside the folder that holds the manifest."""
     return target / temporary.name.split(".")[-2]
 
 
@@ -224,7 +225,7 @@ def read(
     The arguments are the same as for :func:`.read.read`. With a strategy, every process must call this.
 
     Raises:
-        ValueError: if the folder is damaged, incomplete, or written by a newer version.
+        ValueError: if the folder is damaged or incomplete, or was written by a newer version.
     """
     agreed = partial(together, strategy or Strategy(), "read")
     agreed(lambda: _check(folder, strategy))

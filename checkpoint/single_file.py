@@ -1,4 +1,4 @@
-"""A checkpoint in a single file, written completely or not at all, and read without running any of its code."""
+"""A checkpoint in a single file, written completely or not at all, and read without running any code in it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .verify import Problem, file_problem
 
 
 def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, whole: bool = True) -> None:
-    """Write a checkpoint so that ``path`` is always either the old or the complete new file, even after a crash.
+    """Write a checkpoint so that ``path`` is always either the old file or the complete new one, even after a crash.
 
     The bytes are written to a hidden ``.tmp`` file in the same folder and synced to disk before that file replaces
     ``path``. Tensors are streamed, so the whole file is never in memory. A ``NewPath`` never replaces an existing file.
     ``whole`` is False for a file in a checkpoint folder, because the folder has its own manifest.
 
     Raises:
-        TypeError: if a value is neither plain data nor a tensor; the message names it.
+        TypeError: if a value is neither plain data nor a tensor; the message shows its path.
         FileExistsError: if a file exists at a ``NewPath``.
         OSError: if the file could not be written. An earlier file at ``path`` is then unchanged.
     """
@@ -57,7 +57,7 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
         if isinstance(error, RecursionError):
             raise ValueError(
                 "The checkpoint cannot be written, because it contains data that is nested too deeply or contains "
-                "itself. Check what your state_dict() and on_save_checkpoint() methods add to it."
+                "itself. Check what your state_dict() and on_save_checkpoint() methods add to the checkpoint."
             ) from None
         raise
 
@@ -65,8 +65,8 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
 class _File(io.FileIO):
     """An unbuffered file.
 
-    A data loader worker forked during a write has a copy of this process's memory. With a buffer, it would write the
-    buffer's contents a second time when it exits and closes its files.
+    A data loader worker forked during a write has a copy of this process's memory. If the file had a buffer, the worker
+    would write its contents a second time when it exits and closes its files.
     """
 
     def write(self, data: Any) -> int:
@@ -118,14 +118,14 @@ def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, w
         needed = sum(_storage_sizes(checkpoint).values())
         room = atomic_write.beside(target, "x").parent
         with suppress(OSError):
-            text += f"{shutil.disk_usage(room).free:,} bytes are free {f'in {room}' if remote else 'there'}, "
+            text += f"{shutil.disk_usage(room).free:,} bytes are free in {room if remote else 'its folder'}. "
         elsewhere = "set TMPDIR" if remote else "save to a different folder (dirpath, default_root_dir)"
         text += (
-            f"about {needed:,} are needed, and {written:,} were written before the error. Free disk space, keep fewer "
-            f"checkpoints (save_top_k), or {elsewhere}. Checkpoint"
+            f"The checkpoint needs about {needed:,} bytes, of which {written:,} were written before the error. Free "
+            f"disk space, keep fewer checkpoints (save_top_k), or {elsewhere}. Checkpoint"
         )
     elif remote:
-        text += "Check the URL, the network, and the credentials and their write permission. Checkpoint"
+        text += "Check the URL and the network, and that your credentials allow writing. Checkpoint"
     else:
         text += "Make the folder writable, or save to a different one (dirpath, default_root_dir). Checkpoint"
     return OSError(error.errno, text, str(target))
@@ -208,7 +208,7 @@ def _neighbors(path: Location) -> str:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     if folder != path.parent:
-        return f"Its folder does not exist either; the nearest existing folder is {storage.absolute(folder)}."
+        return f"Its folder does not exist either. The nearest existing folder is {storage.absolute(folder)}."
     return f"{_files_in(folder)}{messages.did_you_mean(path.name, _names_in(folder))}"
 
 
@@ -231,8 +231,8 @@ def _check_contents(checkpoint: Any, name: str) -> None:
     if version > FORMAT:
         raise ValueError(
             f"The checkpoint {name!r} has format {version} (written by paceline {section['versions']['paceline']}), "
-            f"but this version only reads formats up to {FORMAT}. Upgrade paceline, or load only the weights with "
-            "torch.load(path)['state_dict']."
+            f"but this version of paceline only reads formats up to {FORMAT}. Upgrade paceline, or load only the "
+            "weights with torch.load(path)['state_dict']."
         )
     if "state_dict" in checkpoint:
         return
@@ -260,10 +260,10 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     by_use = {use: [one for one in found if found[one] == use] for use in (CALLS, CREATES, REFERS)}
     does = [f"{use} {_some(names)}" for use, names in by_use.items() if names]
     return ValueError(
-        f"The checkpoint {name!r} was not loaded and nothing in it was run: it contains more than plain data and "
-        f"tensors, and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which "
-        f"runs that code, or write a plain copy: paceline checkpoint convert {name} OUT --trust. Or allow the names: "
-        "torch.serialization.add_safe_globals([...])."
+        f"The checkpoint {name!r} was not loaded and nothing in it was run, because it contains more than plain data "
+        f"and tensors, and loading it {', and it '.join(does)}. If you trust the file, pass weights_only=False, which "
+        f"runs that code, or write a plain copy with: paceline checkpoint convert {name} OUT --trust. Or allow the "
+        "names with torch.serialization.add_safe_globals([...])."
     )
 
 

@@ -78,7 +78,7 @@ def _tensors(value: Any) -> Any:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return True if a tensor can be copied as bytes. Other tensors, which are rare, are cloned."""
+    """Return True if a tensor can be copied as bytes. All other tensors, which are rare, are cloned."""
     local = local_part(tensor)
     plain = local.layout == torch.strided and not local.is_meta and not local.is_quantized
     return plain and not local.is_conj() and not local.is_neg()
@@ -93,7 +93,7 @@ def _bytes(storage: Any) -> Tensor:
 
 
 def _copied(value: Any, room: dict[int, Tensor], known: dict[int, Any]) -> Any:
-    """Return the state with tensors that are views of the buffers. An object that occurs twice is copied only once."""
+    """Return the state with its tensors replaced by views of the buffers. No object is copied more than once."""
     if type(value) in _LEAVES:
         return value
     if id(value) in known:

@@ -1,4 +1,4 @@
-"""Local paths and remote URLs of checkpoints, and operations that work on both.
+"""Local paths and remote URLs of checkpoints, and operations that work on both of them.
 
 A local path is a :class:`pathlib.Path`. A remote URL, such as ``s3://bucket/run``, is a :class:`Remote`, which
 implements the required path methods through fsspec.
@@ -207,7 +207,7 @@ Location: TypeAlias = Path | Remote
 
 
 class NewPath(str):
-    """A path that must not exist yet. If another process creates a file there in the meantime, it is not replaced."""
+    """A path that must not exist yet. A file that another process creates there in the meantime is not replaced."""
 
     __slots__ = ()
 
@@ -248,7 +248,7 @@ def absolute(path: str | os.PathLike[str] | Remote) -> str:
 
 
 def join(folder: str, *names: str) -> str:
-    """Append names to the path of a folder, which may be ``""``."""
+    """Append names to the path or URL of a folder; the path may be ``""``."""
     where = location(folder)
     for name in names:
         where = where / name

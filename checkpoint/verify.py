@@ -36,7 +36,7 @@ class Problem(NamedTuple):
         if self.foreign:
             fix = self.fix or "Pass a file written by trainer.save_checkpoint or ModelCheckpoint."
             return ValueError(f"{name!r} is not a checkpoint: {self.why}. {fix}")
-        fix = self.fix or "Use a different checkpoint; if this one is a copy, copy it again and compare the sizes."
+        fix = self.fix or "Use a different checkpoint. If this is a copy, copy the file again and compare the sizes."
         return ValueError(f"The checkpoint {name!r} is damaged or truncated: {self.why}. {fix}")
 
 
@@ -77,12 +77,12 @@ def file_problem(stream: IO[bytes]) -> Problem | None:
         return Problem("it is a zip file with other contents", foreign=True)
     if size != end:
         why = f"it has {size} bytes but should end after {end}"
-        return Problem(why, fix=f"If bytes were appended to the file, remove them with truncate -s {end} FILE.")
+        return Problem(why, fix=f"If bytes were appended to the file, remove them with: truncate -s {end} FILE")
     return None
 
 
 def _end(stream: IO[bytes]) -> tuple[int, int]:
-    """Return where a zip file should end according to its own records, and its actual size.
+    """Return the size that a zip file should have according to its own records, and its actual size.
 
     Zip readers ignore appended bytes, so the two can differ.
     """

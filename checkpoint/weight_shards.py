@@ -1,4 +1,4 @@
-"""Write weights to one file, or to several files and an index. Names and formats are the same as in transformers."""
+"""Write weights to one file, or to several files and an index, with the same names and formats as transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_shards(state: Mapping[str, Any], folder: Location, limit: int, layout:
         folder: the folder, which is created if it does not exist.
         limit: maximum number of bytes per file; a larger tensor gets its own, larger file.
         layout: ``SAFETENSORS`` or ``TORCH``.
-        tied: regular expressions for names that should not be kept if a tensor has several names.
+        tied: regular expressions that match the names to drop if a tensor has several names.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"save_model needs a folder, but {str(folder)!r} is a file.")
@@ -84,8 +84,8 @@ def _say_left_out(others: dict[str, str]) -> None:
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         messages.warn_once(
-            f"save_model leaves out values that are not tensors: {listed}. The safetensors format cannot store them, "
-            "so pass safe_serialization=False to keep them."
+            f"save_model leaves out values that are not tensors ({listed}), because the safetensors format cannot "
+            "store them. Pass safe_serialization=False to keep them."
         )
 
 

@@ -1,4 +1,4 @@
-"""Data loading: the DataModule, the supported kinds of loaders, and how their batches reach the step."""
+"""Data loading: the DataModule, the supported kinds of loaders, and how their batches reach the training step."""
 
 from __future__ import annotations
 

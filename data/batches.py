@@ -32,15 +32,18 @@ class Batches:
 
     Args:
         loader: a DataLoader, a :class:`CombinedLoader` (only its batches, without indices) or any iterable.
-        move: moves a batch to the device; None leaves batches where they are.
-        lookahead: fetch (and move) the next batch before yielding the current one, so that it is known whether the
-            current batch is the last. If fetching fails, the current batch is still yielded before the error is raised.
+        move: function that moves a batch to the device; None leaves batches where they are.
+        lookahead: whether to fetch (and move) the next batch before the current one is yielded, so that it is known
+            whether the current batch is the last. If fetching fails, the current batch is still yielded before the
+            error is raised.
         limit: number of batches after which the epoch ends if the loader does not end earlier; ``inf`` means no limit.
             No batch is fetched past the limit or past the loader's length.
-        agree: function for several processes whose loaders have no known length. It receives whether this process has
-            a batch, and returns whether all processes have one. The epoch ends on all processes when it ends on one.
-        skip: number of batches at the beginning that are already done (they count toward ``limit``). A map-style
-            DataLoader skips them without loading anything; other loaders fetch and discard them.
+        agree: function for several processes whose loaders have no known length. It receives whether this process has a
+            batch, and returns whether all processes have one. The epoch ends on all processes when it ends on one of
+            them.
+        skip: number of batches at the beginning of the epoch that have already been processed (they count toward
+            ``limit``). A map-style DataLoader skips them without loading anything; other loaders fetch and discard
+            them.
         seed: number that, combined with each batch's index, seeds the RNG states of workers that load by index; None
             keeps torch's seeding.
         remember: called before each batch that is fetched ahead; its result is stored in ``before_ahead``.
@@ -49,7 +52,7 @@ class Batches:
     Attributes:
         before_ahead: the result of the ``remember`` call that preceded fetching the next batch.
         exhausted: whether the most recent batch is known to be the last. Always False without ``lookahead``.
-        left_over: whether the epoch ended although this process still had a batch.
+        left_over: whether the epoch ended while this process still had an unused batch.
     """
 
     __slots__ = (
@@ -150,7 +153,7 @@ class Batches:
         return iterate(leaf, start, None if self._seed is None else mixed(self._seed, index, number))
 
     def _drop(self, source: Iterator[Any], count: int) -> None:
-        """Fetch and discard batches that are already done, and report how long that took."""
+        """Fetch and discard the batches that have already been processed, and report how long that took."""
         if not count or isinstance(self._loader, (Sequence, Shard)):
             next(islice(source, count, count), None)
             return
@@ -159,18 +162,18 @@ class Batches:
             "an iterable dataset) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader."
         )
         if callable(getattr(self._loader, "state_dict", None)):
-            advice = "It can resume only at a position that it saved itself, and none was saved for this pass."
+            advice = "This loader can resume only at a position that it saved itself, and it saved none for this epoch."
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
             f"To start after batch {count} of the epoch, all batches up to it were loaded and discarded in "
-            f"{perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the middle. "
-            f"{advice}",
+            f"{perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the middle "
+            f"of an epoch. {advice}",
             key="batches thrown away",
         )
 
     def _in_step(self, source: Iterator[Any], agree: Callable[[bool], bool]) -> Iterator[Any]:
-        """Yield batches as long as every process has one."""
+        """Yield batches as long as every process has a batch."""
         while agree((batch := next(source, _END)) is not _END):
             yield batch
         self.left_over = batch is not _END
@@ -198,9 +201,9 @@ class StepIterator:
     The loop iterates over this object, which yields itself once per step.
 
     Args:
-        batches: the batches. They must have ``lookahead``, so that it is known whether a batch is the last.
+        batches: the batches, which must use ``lookahead``, so that it is known whether a batch is the last.
         start: index of the first batch.
-        metrics: receives each batch, because logged values are weighted by batch size.
+        metrics: object that receives each batch, because logged values are weighted by batch size.
         dataloader_idx: index of the loader among the loaders of an evaluation.
 
     Attributes:

@@ -77,7 +77,7 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[int | float] | None:
-        """The maximum number of batches per loader and pass; None means all. A single number applies to every loader.
+        """The maximum number of batches per pass over each loader; None means all. One number applies to every loader.
 
         In ``"max_size_cycle"`` mode, a shorter loader starts over at its limit.
         """
@@ -198,13 +198,13 @@ class CombinedLoader:
         return lengths
 
     def _limited(self, index: int) -> tuple[Iterator[Any], Iterator[Any]]:
-        """Start a pass over one loader; return an iterator to read, which ends at the limit, and one to close."""
+        """Start a pass over a loader; return an iterator to read, which ends at the limit, and an iterator to close."""
         loader = self._flattened[index]
         iterator = iterate(loader)
         return islice(within_length(loader, iterator), self._limit(index)), iterator
 
     def _parts(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
-        """Iterate over the steps; each item contains the batches of all loaders."""
+        """Iterate over the steps, yielding the batches of all loaders for each step."""
         if self._mode == "max_size_cycle":
             return self._cycled(passes, start)
         sources = [one.source for one in passes]
@@ -256,8 +256,8 @@ class _Pass:
         if part is _END:
             raise ValueError(
                 f"Loader {self.index} ({type(self.loader).__name__}) of this CombinedLoader ended before the longest "
-                "one and yielded no batches when restarted. An empty loader, or an iterator that can be read "
-                "only once, cannot cycle. Pass a DataLoader or a list, or use mode='max_size' or 'min_size'."
+                "loader and yielded no batches when restarted. An empty loader, or an iterator that can be read only "
+                "once, cannot cycle. Pass a DataLoader or a list, or use mode='max_size' or 'min_size'."
             )
         return part
 
@@ -288,7 +288,7 @@ def close_iterator(iterator: Iterator[Any]) -> None:
 
 
 def end_persistent_workers(loader: Any) -> None:
-    """Shut down the worker processes, if any, that a loader keeps for its next pass. That pass then starts new ones.
+    """Shut down any worker processes that a loader keeps for its next pass. That pass then starts new workers.
 
     If workers were left to the garbage collector, each would take five seconds to exit, because torch first closes the
     queues through which it tells workers to exit (torch 2.13, ``_MultiProcessingDataLoaderIter._shutdown_workers``).
@@ -317,7 +317,7 @@ def _entries(value: Any) -> Iterable[Any]:
 
 
 def _compile(value: Any, leaves: list[Any], path: str, outermost: bool = False) -> Build:
-    """Collect a structure's loaders in ``leaves``; return a function that rebuilds it with one value per loader."""
+    """Collect a structure's loaders in ``leaves``; return a function that rebuilds it from one value per loader."""
     is_container = isinstance(value, (list, tuple, Mapping)) or bool(_entries(value))
     ranges = any(type(entry) is range for entry in _entries(value))  # a range is a loader, and never a batch
     if not is_container or not (outermost or ranges or holds_loaders(value)):

@@ -28,14 +28,14 @@ _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predi
 class DataModule(HyperparametersMixin):
     """Defines a run's data: how to obtain it, how to split it, and its loaders.
 
-    Subclass it and define the loaders you need. A hook counts as defined if your class defines it or if it is set on
-    the instance.
+    Subclass this class and define the loaders that you need. A hook counts as defined if your class defines it or if it
+    is set on the instance.
 
     Attributes:
         trainer: the Trainer that uses this data module; None before a run starts.
         prepare_data_per_node: if True (the default), :meth:`prepare_data` runs once per machine; if False (for a shared
             disk), once per run.
-        allow_zero_length_dataloader_with_multiple_devices: whether a process may have no batches at all.
+        allow_zero_length_dataloader_with_multiple_devices: whether a process is allowed to have no batches at all.
 
     Example:
         >>> class Digits(DataModule):
@@ -98,7 +98,7 @@ class DataModule(HyperparametersMixin):
         return device_transfer.move(batch, device, dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Called after a batch has moved to the device. Return it, changed or not. Augment data on the device here."""
+        """Called after a batch has moved to the device, to augment it there. Return the batch, changed or not."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class _LoaderOf:
 
 
 def _is_dataset(value: Any) -> bool:
-    """Return True if an entry of a list is a dataset. Otherwise, it is a sample, and the list is the dataset."""
+    """Return True if an entry of a list is a dataset. Otherwise, the entry is a sample, and the list is the dataset."""
     if isinstance(value, Dataset):
         return True
     sample = isinstance(value, (str, bytes, Sequence, Mapping, torch.Tensor)) or hasattr(value, "__array__")

@@ -19,7 +19,7 @@ class TensorRows:
     Args:
         data: the dataset.
         tensors: the dataset's tensors, each of shape (samples, ...), on the CPU.
-        places: the indices of each ``Subset`` around the tensors, outermost first.
+        places: the indices of each ``Subset`` that wraps the dataset, outermost first.
     """
 
     def __init__(self, data: Dataset[Any], tensors: tuple[Tensor, ...], places: list[Tensor]) -> None:
@@ -48,7 +48,7 @@ class TensorRows:
 
 
 def rows_of(loader: DataLoader[Any]) -> TensorRows | None:
-    """Return a loader's :class:`TensorRows`, or None if batches indexed as a whole would differ from torch's.
+    """Return a loader's :class:`TensorRows`, or None if batches created by one indexing operation differ from torch's.
 
     The batches are the same if the loader has no workers, its dataset is a ``TensorDataset`` or a ``Subset`` of one
     (``random_split``) on the CPU, and torch's own iterator and ``default_collate`` create the batches.

@@ -1,4 +1,4 @@
-"""The supported kinds of loaders, their number of batches, their shuffling and their saved states."""
+"""The supported kinds of loaders, the number of their batches, their shuffling and their saved states."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train_loader(loaders: Any) -> Iterable[Any]:
 
 
 def eval_loaders(loaders: Any) -> list[Iterable[Any]]:
-    """Return the loaders for an evaluation, which runs them one after the other."""
+    """Return the loaders for an evaluation, which iterates over them one after the other."""
     if loaders is None:
         return []
     if isinstance(loaders, CombinedLoader):
@@ -114,8 +114,9 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     """Make the order of the next epoch depend only on ``seed`` and ``epoch``, and call :func:`announce_epoch`.
 
     Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
-    seeds; both are reseeded each time. A generator that the user passed is not changed. All processes draw the same
-    order, and each process uses its shard; the seeds of workers that augment samples differ between processes.
+    seeds; both generators are reseeded in each call. A generator that the user passed is not changed. All processes
+    draw the same order, and each process uses its shard; the seeds of workers that augment samples differ between
+    processes.
     """
     for index, leaf in enumerate(leaves_of(loader)):
         samplers, shard = samplers_of(leaf), shard_of(leaf)
@@ -153,7 +154,7 @@ def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
 
 
 def release_shuffling(loader: Any) -> None:
-    """Remove the generators that :func:`seed_shuffling` set, which restores the loader that the user created."""
+    """Remove the generators that :func:`seed_shuffling` set, which leaves the loader as the user created it."""
     for leaf in leaves_of(loader):
         for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
@@ -177,12 +178,12 @@ def load_loader_state(
     same_ranks: bool = True,
     restarts: bool = False,
 ) -> bool:
-    """Restore the state that :func:`loader_state` returned; warn about states that do not fit the loader.
+    """Restore the state that :func:`loader_state` returned; warn about states that do not match the loader.
 
     Args:
         loader: the current loader.
         state: the state of the saved run's loader.
-        mid_epoch: whether the run resumes within an epoch; if so, the order of that epoch is needed again.
+        mid_epoch: whether the run resumes within an epoch; if so, the order of that epoch is restored.
         same_ranks: whether this rank saved the state, in a run with the same number of ranks. If not, the saved
             position in the data does not apply to this rank, unless it counts the samples of all ranks.
         restarts: whether the saved epoch starts over; if so, the saved position is not restored.
@@ -197,9 +198,9 @@ def load_loader_state(
     leaves, states = list(leaves_of(loader)), state["loaders"]
     if len(leaves) != len(states):
         messages.warn(
-            f"The checkpoint is from a run with a different number of loaders ({len(states)} instead of {len(leaves)}"
-            "), so their states are ignored and the data starts from the beginning. To resume at the next batch, pass "
-            "the saved run's loaders to fit."
+            f"The checkpoint is from a run with a different number of loaders ({len(states)} instead of "
+            f"{len(leaves)}), so their states are ignored, and the loaders start from the beginning. To resume at the "
+            "next batch, pass the saved run's loaders to fit."
         )
         return False
     positioned = _saves_position(loader) and not restarts
@@ -215,7 +216,7 @@ def _counts_all_ranks(state: Mapping[str, Any] | None) -> bool:
 
 
 def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
-    """Warn if a position in streams is only approximate, because it was saved with a different number of ranks.
+    """Warn if a position in streams is only approximate because it was saved by a run with a different number of ranks.
 
     Streams that split themselves by rank give each rank different samples if the number of ranks changes. If several
     workers take turns, the number of ranks also determines the samples per turn, so each worker had read up to a
@@ -233,9 +234,9 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
         else:
             continue
         messages.warn_once(
-            f"The saved run had a different number of ranks, and {why}. The saved position is therefore only "
-            "approximate: the rest of this epoch may repeat some samples and skip others. The next epoch is complete. "
-            f"To resume exactly, finish the epoch with the saved number of ranks, or {instead}."
+            f"The saved run had a different number of ranks than this run, and {why}. The saved position is therefore "
+            "only approximate: the rest of this epoch may repeat some samples and skip others. The next epoch is "
+            f"complete. To resume exactly, finish the epoch with the saved number of ranks, or {instead}."
         )
         return
 
@@ -317,7 +318,7 @@ def users_generators(loader: Any) -> list[torch.Generator]:
     """Return the generators that the user passed to a loader and its samplers, in the same order on all processes.
 
     Each process has its own copies, which may be seeded differently. If all processes copy the states from one process
-    before the first epoch of a fit, they agree on the order.
+    before the first epoch of a fit, the processes agree on the order.
     """
     return [generator for leaf in leaves_of(loader) for generator in _generators(leaf)]
 
@@ -358,7 +359,7 @@ class _EpochGenerator(torch.Generator):
 
 
 def _single(loader: Any) -> Iterable[Any]:
-    """Return the loader after checking that it is an iterable of batches."""
+    """Return a loader after checking that it is an iterable of batches."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(
             f"A dataset ({type(loader).__name__}) was passed as a loader, so every sample would be a separate batch. "
@@ -489,7 +490,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if positioned and owner is not None:
         owner.load_state_dict(state["state_dict"])
     elif positions and "state_dict" in state:
-        lost.append("the position in the data (this loader has no load_state_dict)")
+        lost.append("the position in the data (but this loader has no load_state_dict)")
     shard = shard_of(loader)
     # A shard with a sampler goes through the full order again, wherever the loader resumes.
     draws_anew = not positioned or (shard is not None and not shard.alike)
@@ -500,7 +501,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
             generator.set_state(generator_state)
             _note_epoch_start(generator, generator_state)
     else:
-        lost.append(f"the states of random generators ({len(saved)}; this loader has {len(generators)})")
+        lost.append(f"the states of random generators ({len(saved)} in total, but this loader has {len(generators)})")
     if lost:
         messages.warn(
             f"The checkpoint contains {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
@@ -523,7 +524,7 @@ def _in_order(sampler: Any, dataset: Any) -> Any:
 
 
 def _with_samplers(loader: DataLoader[Any], sampler: Any, inner: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with other samplers; ``inner`` becomes the sampler in a copy of its batch sampler."""
+    """Return a copy of a loader with other samplers; ``inner`` becomes the sampler of the copied batch sampler."""
     changes: dict[str, Any] = {"sampler": sampler}
     if inner is not None:
         batches: Any = copy.copy(loader.batch_sampler)

@@ -39,8 +39,8 @@ _PIECES = 1024
 def from_item(sampler: Any, count: int) -> Iterator[Any]:
     """Return the items of a sampler, starting at number ``count``.
 
-    Skipping items is almost free for torch's own samplers; the user's samplers are iterated over. When this function
-    returns, exactly the skipped items have been drawn. Only torch's samplers are read past their length.
+    Skipping items costs almost nothing with torch's own samplers; the user's samplers are iterated over. When this
+    function returns, exactly the skipped items have been drawn. Only torch's samplers are read past their length.
     """
     if not count:
         return _from_first(sampler)
@@ -85,7 +85,7 @@ def _first(items: Iterator[Any], count: int | None, close: bool) -> Iterator[Any
 
 
 def _from_first(sampler: Any) -> Iterator[Any]:
-    """Like ``iter(sampler)``, except that only torch's samplers are read past their length."""
+    """Return the same items as ``iter(sampler)``, but read only torch's own samplers past their length."""
     if _ends_by_itself(sampler):
         return iter(sampler)
     if cuts(sampler):
@@ -152,7 +152,7 @@ class NumberedIndices:
     """The indices and the number of a batch for a data loader worker. Unpickling returns only the indices.
 
     A worker unpickles a batch's indices right before it loads the batch, so unpickling also sets the worker's random
-    states. They then depend on the batch and not on other batches that the worker has loaded.
+    states. These states then depend on the batch and not on other batches that the worker has loaded.
     """
 
     __slots__ = ("indices", "number", "seed")
@@ -197,7 +197,7 @@ class Order:
         return len(self.sampler)
 
     def reach(self) -> None:
-        """Draw the skipped items now. Does nothing with workers, which already have their first batches by then."""
+        """Draw the skipped items now. Does nothing with workers, because they have their first batches by then."""
         if self.start and not self.in_workers:
             next(self.opened)
 
@@ -217,7 +217,7 @@ class Order:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches, or None if the loader has no known length."""
+    """Return the number of a loader's batches, or None if the loader has no known length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -227,7 +227,7 @@ def length_of(loader: Any) -> int | None:
 def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
     """Limit a loader's iterator, which is at batch number ``start``, to the loader's length.
 
-    The iterator is read past its last batch only if doing so runs no user code in this process, or if that resets the
+    The iterator is read past its last batch only if doing so runs no user code in this process, or if it resets the
     loader's saved position to the beginning.
     """
     length = length_of(loader)
@@ -252,7 +252,7 @@ def _is_asked_for_its_end(loader: Any) -> bool:
 
 
 def _past_length(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches that a loader yields past its length. If reading the first one fails, yield nothing."""
+    """Yield the batches that a loader yields past its length. If reading the first of them fails, yield nothing."""
     try:
         batch = next(iterator, _REACHED)
     except Exception:
@@ -274,7 +274,7 @@ def takes_indices(loader: Any) -> bool:
 
 
 def can_jump(loader: Any) -> bool:
-    """Return True if batches can be skipped without loading them.
+    """Return True if a loader's batches can be skipped without loading them.
 
     A running iterator with persistent workers keeps the sampler that it was created with, so that sampler must be an
     ``Order``.

@@ -49,9 +49,9 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
     """Return a copy of a training loader that yields only this process's shard of the data.
 
     ``world`` processes with batches of *b* samples see, batch by batch, the same samples as one process with batches of
-    ``world * b``, and all have the same number of batches. The last batches may differ in size by one sample. Multiply
-    the mean loss of the last batch by :func:`last_share`, so that the mean over processes is the mean over samples.
-    ``drop_last=True`` drops samples that do not fill a batch on every process.
+    ``world * b``, and all processes have the same number of batches. The last batches may differ in size by one sample.
+    Multiply the mean loss of the last batch by :func:`last_share`, so that the mean over processes is the mean over
+    samples. ``drop_last=True`` drops samples that do not fill a batch on every process.
 
     Batches that are not collected sample by sample from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a
     list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
@@ -85,7 +85,8 @@ def last_share(loader: Any) -> float:
     The weight is ``own samples * processes / samples of all processes``: 1.0 if all processes have the same number of
     samples, and 0.0 for a batch that only repeats a sample. It applies to the loader's own last batch, not to the last
     batch before a limit. For a loader without a known length, the weight is valid once that batch has been fetched. For
-    a ``CombinedLoader``, it is the weight that all loaders ending together with it agree on, or 1.0 if they disagree.
+    a ``CombinedLoader``, it is the weight on which all loaders that end together with it agree, or 1.0 if they
+    disagree.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}
@@ -111,8 +112,8 @@ def repeats(loader: Any, number: int, last: bool) -> bool:
 def surplus(loader: Any) -> bool:
     """Return True if this process's last evaluation batch exists only because other processes have one more batch.
 
-    That batch repeats samples that another process has, so run it without counting it, or skip it. For a loader without
-    a known length, the result is valid once that batch has been fetched.
+    That batch repeats samples that another process has, so process it without counting its results, or skip it. For a
+    loader without a known length, the result is valid once that batch has been fetched.
     """
     if isinstance(loader, CombinedLoader):
         ending = _ending(loader)
@@ -157,7 +158,7 @@ class RankSampler(Shard, Sampler[Any]):
         return self._batches(0)
 
     def from_item(self, count: int) -> Iterator[Any]:
-        """Like ``iter()``, but starting at batch number ``count``."""
+        """Like ``iter(sampler)``, but start at batch number ``count``."""
         return self._batches(count)
 
     def _batches(self, start: int) -> Iterator[Any]:
@@ -240,7 +241,7 @@ class RankStream(Shard, IterableDataset[Any]):
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
 
     def share_of(self, number: int) -> float:
-        """Return the share of batch ``number`` in the pass; 1.0 unless it is a worker's last batch."""
+        """Return the weight of batch ``number`` in the pass; 1.0 unless it is a worker's last batch."""
         ends = self._ends.tolist()
         for worker, (count, share) in enumerate(ends):
             turns = [min(made, count - (other >= worker)) for other, (made, _) in enumerate(ends)]
@@ -302,8 +303,8 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
     if not isinstance(loader, (DataLoader, Sequence)):
         messages.info_once(
             f"{type(loader).__name__} is not a DataLoader and may split its batches by rank itself, so each of the "
-            f"{world} processes uses all the batches that it yields. If it does not split them, make it yield only "
-            "this process's shard, or pass a DataLoader or a list of batches."
+            f"{world} processes uses all the batches that it yields. If the loader does not split them, make it yield "
+            "only this process's shard, or pass a DataLoader or a list of batches."
         )
         return loader
     if not isinstance(loader, DataLoader):
@@ -358,7 +359,7 @@ def _close(items: Iterator[Any], source: Any) -> None:
 
 
 def is_split(loader: Any) -> bool:
-    """Return True if a sampler or dataset that knows the ranks already splits the loader by process."""
+    """Return True if the loader's sampler or dataset already splits it by process."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterDataPipe):
         return True  # torch splits it at its sharding_filter
@@ -371,9 +372,9 @@ def is_split(loader: Any) -> bool:
     known = num_ranks_of(dataset)
     if known == 1 and counts_ranks_at_creation(dataset):
         raise ValueError(
-            f"The {type(dataset).__name__} was created before this run's processes started. At that time, it found "
-            "only 1 rank, so every rank would read all of its samples. Create it later: in train_dataloader() of the "
-            "module or DataModule, or after you create the Accelerator."
+            f"The {type(dataset).__name__} was created before this run's processes started. At that time, the dataset "
+            "found only 1 rank, so every rank would read all of its samples. Create the dataset later: in "
+            "train_dataloader() of the module or DataModule, or after you create the Accelerator."
         )
     return known is not None and known > 1
 
@@ -388,8 +389,8 @@ def _note_all_read(source: Any, world: int) -> None:
     messages.info_once(
         f"Each of the {world} processes reads everything that {type(source).__name__} yields and keeps its own part, "
         "because an iterable dataset cannot be read in parts. To read less, split the dataset by rank yourself and "
-        "pass Trainer(use_distributed_sampler=False) (with Accelerator, do not prepare its loader), or let one process "
-        "read for all of them with DataLoaderConfiguration(dispatch_batches=True).",
+        "pass Trainer(use_distributed_sampler=False) (with Accelerator, do not prepare its loader), or let one "
+        "process read for all processes with DataLoaderConfiguration(dispatch_batches=True).",
         key="each process reads everything",
     )
 
@@ -397,7 +398,7 @@ def _note_all_read(source: Any, world: int) -> None:
 def _from(owner: Any, place: str, name: str) -> Any:
     """Look up an attribute on the object that ``owner`` replaces; dunder names raise an AttributeError.
 
-    Dunder names may be looked up before ``owner`` has that object.
+    Dunder names may be looked up before ``owner`` holds the object that it replaces.
     """
     if name.startswith("__"):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class RoundShare(NamedTuple):
-    """The items that one process takes in one round.
+    """The items that one process takes from a stream in one round.
 
     Attributes:
         items: the items in the stream's order; never empty.
@@ -25,20 +25,20 @@ class RoundShare(NamedTuple):
 class Division:
     """How a stream is divided. In each round, the processes take the next ``world * size`` items, in rank order.
 
-    In training, the processes together take the same items, batch by batch, as one process with batches of
-    ``world * size``. Items left at the end are spread evenly. A rank that gets none of them repeats an item with a
+    In training, the processes together take the same items, batch by batch, as one process with batches of ``world *
+    size``. Items left at the end are spread evenly. A rank that gets none of these items repeats an earlier one with a
     share of 0, so that all ranks have the same number of batches.
 
     In evaluation, no item is counted twice. If the last round would have fewer items than there are ranks, the last two
-    rounds are redistributed. If that is impossible (``size`` is 1, or there are fewer items than ranks), the remaining
-    ranks repeat an item with a share of 0.
+    rounds are redistributed. If that is impossible (``size`` is 1, or there are fewer items than ranks), the ranks
+    without items repeat an item with a share of 0.
 
     Attributes:
         rank: rank of this process.
         world: number of processes.
         size: maximum number of items that a process takes in a round.
-        drop_last: whether every part has exactly ``size`` items. In training, an incomplete last round is dropped; in
-            evaluation, only the items that do not fill one process's share are dropped.
+        drop_last: whether every part must have exactly ``size`` items. In training, an incomplete last round is
+            dropped; in evaluation, only the items that do not fill one process's share are dropped.
         evaluation: whether the evaluation rule applies.
         repeats: whether, in training, a rank that gets no items in the last round repeats an item. If False, such a
             rank has one batch fewer than the others.

@@ -1,4 +1,4 @@
-"""Protects data loader workers from signals to the process group, stops them with the run, and explains lost workers.
+"""Protects data loader workers from signals to the process group, stops them when the run ends, and explains lost ones.
 
 A run that receives a signal finishes its step and saves, which is impossible if the same signal has killed its workers.
 Workers must also not outlive the run, but torch's own check misses a parent that died before the worker was ready.
@@ -56,7 +56,7 @@ class _Start:
 
     Args:
         users: the user's ``worker_init_fn``.
-        served: whether a fork server, rather than the run itself, starts the worker.
+        served: whether a fork server, rather than the run's own process, starts the worker.
     """
 
     def __init__(self, users: Callable[[int], Any] | None, served: bool) -> None:
@@ -131,7 +131,7 @@ def _child_ended(handler: Callable[[int, FrameType | None], Any], signum: int, f
 def explain_lost_worker(
     error: BaseException, where: str, name: Callable[[Any], str | None] = lambda loader: None
 ) -> WorkerLostError | None:
-    """Return a better error if ``error`` was raised because a data loader worker died; None for any other error.
+    """Return a clearer error if ``error`` was raised because a data loader worker died; None for any other error.
 
     Args:
         error: the error that was raised.
@@ -157,12 +157,12 @@ def explain_lost_worker(
 
 
 def torchs_own(error: BaseException) -> BaseException:
-    """Return torch's own error, to set as the cause of a better error."""
+    """Return torch's own error, to be set as the cause of the clearer error."""
     return error.__cause__ or error if isinstance(error, WorkerLostError) else error
 
 
 def _lost(error: BaseException) -> tuple[int, int | None] | None:
-    """Return the process ID and, if known, the exit code of the worker that an error is about; else None."""
+    """Return the process ID and, if known, the exit code of the worker that an error reports; None for other errors."""
     error = torchs_own(error)
     found = _LOST.search(str(error)) if type(error) is RuntimeError else None
     if found is not None:
@@ -173,7 +173,7 @@ def _lost(error: BaseException) -> tuple[int, int | None] | None:
 
 
 def _workers_in(trace: TracebackType | None) -> list[Any]:
-    """Return the workers of the loader that was fetching a batch when an error was raised; empty if there was none."""
+    """Return the workers of the loader that was fetching a batch when an error was raised; empty if no loader was."""
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == dataloader.__file__:
             return workers_of(trace.tb_frame.f_locals.get("self"))
@@ -212,20 +212,20 @@ def _cause(code: int | None, at: str, loader: DataLoader[Any] | None) -> str:
         ended = "exited unexpectedly" if code is None else f"exited with status {code}"
         return (
             f"{ended}{at}, without an exception. Either something in the dataset ended the process (sys.exit, "
-            f"os._exit), or the process could not start; its output is above. {here} and shows where this happens."
+            f"os._exit), or the process could not start. Its output is above. {here} and shows where this happens."
         )
     killed, fewer = f"was killed by signal {-code} ({signal_name(-code)}){at}", _fewer(loader)
     if -code == getattr(signal, "SIGKILL", 9):
         return (
-            f"{killed}, probably by the system because memory ran out; check the system log (dmesg). This machine has "
+            f"{killed}, probably by the system because memory ran out. Check the system log (dmesg). This machine has "
             f"{messages.size(available_memory())} of memory left. {fewer}, use smaller batches, or keep samples in a "
             "tensor, an array or files, because over time each worker gets its own copy of Python objects."
         )
     if -code == getattr(signal, "SIGBUS", 7):
         return (
-            f"{killed}, probably because the shared memory through which workers send their batches is full"
-            f"{_shared_memory()}. Increase it (docker run --shm-size=8g, or --ipc=host), or {fewer[0].lower()}"
-            f"{fewer[1:]}."
+            f"{killed}, probably because the shared memory through which workers send their batches is "
+            f"full{_shared_memory()}. Increase the shared memory (docker run --shm-size=8g, or --ipc=host), or "
+            f"{fewer[0].lower()}{fewer[1:]}."
         )
     if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
         return (

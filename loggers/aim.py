@@ -18,8 +18,8 @@ class AimLogger(ServiceLogger):
     A resumed fit continues the run that wrote the checkpoint, and Aim replaces the values of steps that it already has.
 
     Args:
-        repo: the folder that contains the repository ``.aim``, or a server; None means the current folder.
-        experiment: the experiment.
+        repo: the folder that contains the repository ``.aim``, or a server's URL; None means the current folder.
+        experiment: the experiment's name.
         run_name: display name of the run.
         run_hash: the id of a run to continue.
         prefix: prefix of each metric's name, followed by a dash.

@@ -13,8 +13,8 @@ from .. import messages
 class Logger(ABC):
     """Base class for loggers, which send a run's values to a file or a service.
 
-    Except where noted, the Trainer calls methods only on rank 0, in the training thread. A slow logger should write in
-    its own thread or process.
+    Except where noted, the Trainer calls a logger's methods only on rank 0, in the training thread. A slow logger
+    should write in its own thread or process.
     """
 
     group_separator: str = "/"
@@ -36,7 +36,7 @@ class Logger(ABC):
 
     @property
     def log_dir(self) -> str | None:
-        """This run's folder, or None if nothing is written locally. By default, checkpoints are saved below it."""
+        """This run's folder, or None if nothing is written locally. By default, checkpoints are saved inside it."""
         return None
 
     @property
@@ -46,12 +46,12 @@ class Logger(ABC):
 
     @property
     def records_dir(self) -> str | None:
-        """The folder that a fit prints when it starts; None prints no folder."""
+        """The folder whose path a fit prints when it starts; if None, no path is printed."""
         return self.log_dir
 
     @property
     def experiment(self) -> Any:
-        """The underlying object (a ``SummaryWriter`` or wandb run), created on first use."""
+        """The underlying object (such as a ``SummaryWriter`` or a wandb run), which is created on first use."""
         return None
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Logger(ABC):
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log values of any type for one step, if this logger can show them.
 
-        ``options`` depend on the logger.
+        The valid ``options`` depend on the logger.
         """
         if options:
             raise TypeError(
@@ -78,13 +78,13 @@ class Logger(ABC):
     def log_hyperparams(
         self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Log the run's hyperparameters, which may be nested and may have any values that can be shown as text."""
+        """Log the run's hyperparameters, which may be nested and may contain any values that can be shown as text."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Log the model's graph, if the logger can show graphs."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called with the ``ModelCheckpoint`` each time it has written a file."""
+        """Called with the ``ModelCheckpoint`` callback each time it has written a file."""
 
     def save(self) -> None:
         """Flush all logged values. Called before a checkpoint is written."""
@@ -96,8 +96,8 @@ class Logger(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the run's position in this logger's output, as plain data for a checkpoint.
 
-        An empty dict means that a resumed run cannot continue the log. When this method returns, all logged values must
-        be stored. Called on rank 0.
+        An empty dict means that a resumed run cannot continue the log. By the time this method returns, all logged
+        values must be stored. Called on rank 0.
         """
         return {}
 
@@ -109,7 +109,7 @@ class Logger(ABC):
         """Continue a recognized run. Called on every rank, before the folder is first used."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the saved position and drop any later values, which will be logged again. Called on rank 0."""
+        """Continue at the saved position and drop any later values, which the run will log again. Called on rank 0."""
 
     def withdraw(self) -> None:
         """Discard a run without logged values, so that an earlier run can be continued."""
@@ -123,7 +123,7 @@ class Logger(ABC):
 
 
 class DummyLogger(Logger):
-    """A logger that discards everything. It replaces the loggers if ``fast_dev_run`` is set.
+    """A logger that discards everything. It replaces the Trainer's loggers if ``fast_dev_run`` is set.
 
     It accepts any method call, so that code such as ``self.logger.log_image(...)`` still runs.
     """
@@ -157,7 +157,7 @@ class DummyLogger(Logger):
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorator for a logger's ``experiment``; all ranks but 0 get an object that ignores all calls."""
+    """Decorator for a logger's ``experiment``; all ranks except 0 get an object that ignores all calls."""
 
     @wraps(fn)
     def experiment(self: Any) -> Any:

@@ -20,7 +20,7 @@ class CheckpointUploads(Logger):
     """Base class of loggers that upload each file that a ``ModelCheckpoint`` keeps, whenever the file changes.
 
     Args:
-        log_model: when to upload: ``"all"``, True or False.
+        log_model: when to upload: ``"all"`` (when a file is written), True (at the end of the run) or False (never).
     """
 
     def __init__(self, log_model: LogModel) -> None:
@@ -35,7 +35,7 @@ class CheckpointUploads(Logger):
         """Upload one file or folder; ``about`` is plain data that describes it."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the callback's files: now with ``log_model="all"``, or at the end of the run with True."""
+        """Upload the callback's files now if ``log_model="all"``, or at the end of the run if ``log_model=True``."""
         if self._log_model == "all":
             self._upload_checkpoints(checkpoint_callback)
         elif self._log_model:

@@ -18,14 +18,14 @@ class ClearMLLogger(ServiceLogger):
     """Log a run to ClearML or, after ``clearml.Task.set_offline(True)``, to a folder for a later import.
 
     If the program already has a task, the logger adds to that task and leaves it open. Otherwise, the logger creates a
-    task and closes it when a fit fails or is interrupted, or else at the end of the program. A resumed fit starts a new
+    task and closes it if a fit fails or is interrupted, or else at the end of the program. A resumed fit starts a new
     task.
 
     A metric such as ``val_loss`` or ``val/loss`` is shown as the series ``val`` in the plot ``loss``; a metric without
     such a prefix is shown as the series ``train``.
 
     Args:
-        project_name: the project.
+        project_name: the project's name.
         task_name: the task's name; None means the project's name.
         save_dir: the folder for checkpoints.
         prefix: prefix of each metric's name, followed by a dash.
@@ -64,7 +64,7 @@ class ClearMLLogger(ServiceLogger):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, from columns and rows or a pandas ``dataframe``."""
+        """Log a table, given as columns and rows or as a pandas ``dataframe``."""
         table = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
         title, series = _place(key)
         self.experiment.get_logger().report_table(title, series, iteration=step, table_plot=table, **kwargs)
@@ -74,7 +74,7 @@ class ClearMLLogger(ServiceLogger):
         self.experiment.upload_artifact(name or Path(path).name, artifact_object=os.fspath(path), wait_on_upload=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty dict, because a task from an offline session cannot be reopened."""
+        """Return an empty dict, because ClearML cannot reopen a task from an offline session."""
         return {}
 
     def _open(self) -> Any:

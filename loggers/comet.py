@@ -18,19 +18,19 @@ class CometLogger(ServiceLogger):
     """Log a run to Comet or, with ``online=False``, to archives ``<key>*.zip`` for ``comet upload``.
 
     After a successful fit, the experiment stays open until the end of the program, so that ``test`` can add to it.
-    After a failed or interrupted fit, it ends immediately.
+    After a failed or interrupted fit, the experiment ends immediately.
 
-    A resumed fit continues the experiment that wrote the checkpoint, with the same key. Offline, it writes another
-    archive for that experiment, without the values in the folder's earlier archives. Comet writes an archive when the
-    experiment ends, so an offline run that is killed leaves no archive.
+    A resumed fit continues the experiment of the run that wrote the checkpoint, with the same key. Offline, it writes
+    another archive for that experiment, without the values that the folder's earlier archives already have. Comet
+    writes an archive when the experiment ends, so an offline run that is killed leaves no archive.
 
     Args:
         api_key: the key of your account; None means Comet's own configuration.
-        workspace: the workspace; None means your default workspace.
-        project: the project; None means ``COMET_PROJECT_NAME``, or ``"paceline_logs"``.
+        workspace: the workspace's name; None means your default workspace.
+        project: the project's name; None means ``COMET_PROJECT_NAME`` or, if that is not set, ``"paceline_logs"``.
         experiment_key: the key of an experiment to continue or to create; None means a new key.
-        mode: ``"get_or_create"``, ``"get"`` (it must exist) or ``"create"`` (it must not exist).
-        online: if False, send nothing.
+        mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not exist).
+        online: if False, nothing is sent to Comet.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: upload checkpoints as models: ``"all"`` when they are written, True at the end of the run.
         **kwargs: other arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags``, ``offline_directory`` or
@@ -95,7 +95,7 @@ class CometLogger(ServiceLogger):
         self._experiment.end()
 
     def _recorded(self) -> dict[str, int]:
-        """Count the values in earlier archives. The archive of a killed run is empty."""
+        """Count each metric's values in earlier archives. The archive of a killed run is empty."""
         counts: Counter[str] = Counter()
         for path in Path(self._offline_dir or ".").glob(f"{self._id}*.zip"):
             with zipfile.ZipFile(path) as archive:
@@ -110,7 +110,7 @@ class CometLogger(ServiceLogger):
 
 
 def _metrics_in(messages: bytes) -> Iterator[str]:
-    """Yield the metric name of each value."""
+    """Yield the metric's name for each value in an archive's messages."""
     for line in map(json.loads, messages.splitlines()):
         if line["type"] == "metric_msg":
             yield line["payload"]["metric"]["metricName"]

@@ -19,8 +19,8 @@ class CSVLogger(FolderLogger):
     """Logs to ``metrics.csv``: one row per step, with ``step``, ``epoch``, ``wall_time`` and a column per metric.
 
     ``wall_time`` is in seconds since 1970. Values logged at the same step share a row, and the cells of metrics that
-    were not logged are empty. If a metric is logged twice at one step, a new row starts, so no value is lost. A metric
-    with the name of one of the first three columns appears as ``metric/<name>``.
+    were not logged then are empty. If a metric is logged twice at one step, a new row starts, so no value is lost. A
+    metric that has the same name as one of the first three columns is written as ``metric/<name>``.
 
     Rows are kept in memory and appended to the file every ``flush_logs_every_n_steps`` steps, before each checkpoint
     and at the end of the run. The file is rewritten, and replaced atomically, only when a new metric appears.
@@ -161,7 +161,7 @@ class ExperimentWriter:
             self._flushed_step = step
 
     def _beside_first_columns(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Rename values whose names are reserved for the first columns."""
+        """Rename values that have the same names as the first columns."""
         for name in self.first_columns:
             if name in values:
                 messages.warn_once(
@@ -214,7 +214,7 @@ class ExperimentWriter:
         return {"rows": self._rows, "last": dict(self._last)}
 
     def rewind(self, rows: int, last: Mapping[str, Any]) -> None:
-        """Return to a position from :meth:`place`: drop later rows, keep the columns, and restore the last row."""
+        """Go back to a position from :meth:`place`: drop later rows, keep the columns, and restore the last row."""
         # Left by a process that was killed while replacing the file.
         for torn in glob(f"{escape(self.metrics_file_path)}.*.tmp"):
             os.remove(torn)
@@ -243,7 +243,7 @@ class ExperimentWriter:
         self._rows = len(self._read())
 
     def _read(self, header: bool = False) -> list[list[Any]]:
-        """Return the file's rows."""
+        """Return the rows of the file."""
         if not os.path.exists(self.metrics_file_path):
             return []
         with open(self.metrics_file_path, "rb") as file:
@@ -256,7 +256,7 @@ class ExperimentWriter:
         return self._end if self._last_start is None else self._last_start
 
     def _widen(self, new: Iterable[str]) -> None:
-        """Replace the file with one that has more columns, leaving out a last row that is about to be rewritten."""
+        """Replace the file with a file that has more columns, leaving out a last row that is about to be rewritten."""
         rows = self._read() if self._last_start is None else self._read()[:-1]
         self._replace(list(dict.fromkeys([*(self.columns or self.first_columns), *new])), rows)
         self._last_start = None

@@ -16,16 +16,16 @@ class DVCLiveLogger(ServiceLogger):
     """Log a run to ``dvclive.Live``, which writes tables, ``metrics.json`` and ``params.yaml`` to its folder.
 
     The DVCLive run ends after each fit, validation, test or prediction; values logged later are still added to it. A
-    resumed fit continues in the folder if the run in that folder wrote the checkpoint.
+    resumed fit continues in the same folder if the folder's run wrote the checkpoint.
 
     Args:
         run_name: name of the DVC experiment; None lets DVC choose one.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: track checkpoints with DVC as the artifacts ``best`` and ``latest``: ``"all"`` when they are written,
             True at the end of the run. Requires a DVC repository.
-        experiment: an existing ``dvclive.Live`` to use; it is left open.
-        dir: the folder.
-        resume: continue the run in the folder; False starts a new one there.
+        experiment: an existing ``dvclive.Live`` to use, which is left open.
+        dir: the folder to write to.
+        resume: whether to continue the run in the folder; False starts a new run there.
         **kwargs: other arguments of ``dvclive.Live``, such as ``report``, ``save_dvc_exp`` or ``dvcyaml``.
     """
 
@@ -55,7 +55,7 @@ class DVCLiveLogger(ServiceLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder ``dir``; checkpoints are saved below it."""
+        """The folder ``dir``; checkpoints are saved inside it."""
         return self._save_dir
 
     def run_dirs(self) -> list[str]:
@@ -74,7 +74,7 @@ class DVCLiveLogger(ServiceLogger):
 
     @property
     def _mark(self) -> Path:
-        """The file that stores the id of the folder's run."""
+        """The file that stores the id of the run in the folder."""
         return Path(str(self._save_dir)) / f".{type(self).__name__}.run"
 
     def _open(self) -> Any:
@@ -96,7 +96,7 @@ class DVCLiveLogger(ServiceLogger):
         run.next_step()
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Write the hyperparameters together with the earlier ones, because a reopened ``Live`` has lost them."""
+        """Write the hyperparameters together with the earlier ones, which a reopened ``Live`` no longer has."""
         self._params.update(params)
         self.experiment.log_params(self._params)
 

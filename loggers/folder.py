@@ -28,8 +28,8 @@ class FolderLogger(Logger):
 
     A resumed fit continues in the folder of the run that wrote the checkpoint, and removes the values that the run
     logged after that checkpoint. A hidden file in the folder identifies the run, so the folder may be moved, and other
-    runs' folders are not touched. If you pass a version, it is kept, and the log continues only if the checkpoint
-    belongs to the same version.
+    runs' folders are not touched. If you pass a version, the logger keeps it, and the log continues only if the
+    checkpoint belongs to the same version.
 
     The object can be pickled and deep-copied. A copy opens its own files and appends to them.
 
@@ -113,7 +113,7 @@ class FolderLogger(Logger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Add to the run's hyperparameters and write them to ``hparams.yaml``. Log ``metrics`` at step 0."""
+        """Add values to the run's hyperparameters and write them to ``hparams.yaml``. Log ``metrics`` at step 0."""
         self.hparams.update(plain(mapping(params)))
         if not messages.is_rank_zero():
             return
@@ -139,7 +139,7 @@ class FolderLogger(Logger):
         return {"version": self.version, "run": self._run, "step": self._step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Return True if this logger may use the state's version and that version's folder still belongs to the run."""
+        """Return True if this logger may use the version in ``state`` and its folder still belongs to the run."""
         version = state.get("version")
         if version is None or self._version not in (None, version):
             return False
@@ -169,7 +169,7 @@ class FolderLogger(Logger):
         return not os.path.isdir(self.log_dir)
 
     def _restore(self) -> None:
-        """Warn that the log was deleted during the run, and start a new one in the same folder."""
+        """Warn that the log was deleted during the run, and start a new log in the same folder."""
         messages.warn(
             f"The log in {messages.path(self.log_dir)} was deleted while the run was writing it, so its contents are "
             "lost. Logging continues in a new file in the same folder."
@@ -185,7 +185,7 @@ class FolderLogger(Logger):
         self._experiment = None
 
     def _open(self) -> Any:
-        """Create the writer. The run's folder already exists."""
+        """Create the logger's writer. The run's folder already exists."""
         raise NotImplementedError(f"{type(self).__name__} must define _open(self), which creates its writer.")
 
     @contextmanager
@@ -250,7 +250,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def to_disk(path: str | os.PathLike[str]) -> None:
-    """Flush a file, if it exists, and its directory entry to disk."""
+    """Flush a file (if it exists) and its directory entry to disk."""
     for part in (path, os.path.dirname(path)) if os.path.exists(path) else ():
         handle = os.open(part, os.O_RDONLY)
         try:

@@ -34,11 +34,11 @@ class MLFlowLogger(ServiceLogger):
     it. A resumed fit continues the run that wrote the checkpoint.
 
     Args:
-        experiment_name: the experiment, which is created if it does not exist.
+        experiment_name: the name of the experiment, which is created if it does not exist.
         run_name: display name of the run; None lets MLflow choose one.
-        tracking_uri: where the runs are stored. None means ``MLFLOW_TRACKING_URI``. If that is not set, the runs are in
-            ``save_dir``: directly, if MLflow has already written runs to that folder, or else in the database
-            ``mlflow.db``.
+        tracking_uri: where the runs are stored. None means ``MLFLOW_TRACKING_URI``. If that variable is not set, the
+            runs are in ``save_dir``: as files, if MLflow has already written runs to that folder, or else in the
+            database ``mlflow.db``.
         tags: tags of the run.
         save_dir: the folder for local runs; None means ``./mlruns``.
         log_model: upload checkpoints as artifacts ``model/checkpoints/<name>``: ``"all"`` when they are written, True
@@ -46,7 +46,7 @@ class MLFlowLogger(ServiceLogger):
         prefix: prefix of each metric's name, followed by a dash.
         artifact_location: where a new experiment stores its artifacts; None lets MLflow choose.
         run_id: the id of a run to continue; None means ``MLFLOW_RUN_ID``, or a new run.
-        synchronous: if False, send values in the background; None means MLflow's default.
+        synchronous: if False, values are sent in the background; None means MLflow's default.
     """
 
     package = "mlflow"
@@ -156,7 +156,7 @@ class MLFlowLogger(ServiceLogger):
         changed = [name for name, text in texts.items() if self._params.get(name, text) != text]
         if changed:
             messages.warn(
-                f"MLflow keeps the first value of a parameter, so the run {self._id} keeps its values for "
+                f"MLflow keeps the first value of each parameter, so the run {self._id} keeps its earlier values for "
                 f"{messages.names(changed, 'and')}: {changed[0]} is {self._params[changed[0]]!r}, not "
                 f"{texts[changed[0]]!r}. Start a new run to log other hyperparameters."
             )
@@ -212,9 +212,9 @@ def _store_in(folder: str) -> str:
 
 
 def missing_for(uri: str) -> str | None:
-    """Return the package that MLflow needs to open the database at ``uri``; None if it is installed or not needed.
+    """Return the package that MLflow lacks to open the database at ``uri``; None if it lacks no package.
 
-    The package ``mlflow`` installs it; ``mlflow-skinny`` does not.
+    Installing ``mlflow`` also installs that package, but installing ``mlflow-skinny`` does not.
     """
     if not uri.startswith(DATABASE):
         return None
@@ -222,7 +222,7 @@ def missing_for(uri: str) -> str | None:
 
 
 def _named(name: str) -> str:
-    """Return ``name`` with an underscore for each character that MLflow does not allow; warn if there are any."""
+    """Return ``name`` with an underscore for each character that MLflow does not allow; warn about such characters."""
     allowed = _NOT_IN_A_NAME.sub("_", name)
     if allowed != name:
         messages.warn_once(

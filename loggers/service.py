@@ -20,14 +20,14 @@ class ServiceLogger(CheckpointUploads):
 
     The run is opened on first use. A resumed fit continues the run that wrote the checkpoint, unless you pass another
     run's id. If the run already has values from after the checkpoint, they are not logged again: for each metric, the
-    logger counts the values that it logs and compares the count with the package's.
+    logger compares the number of values that it has logged with the number that the package has.
 
     A subclass sets ``package`` and defines :meth:`_open`, :meth:`_write`, :meth:`_write_hyperparams`, :meth:`_finish`
     and :meth:`_upload`. To support resuming, it also defines :meth:`_exists` and :meth:`_recorded`.
 
     Args:
-        project: name of the project (or experiment) that the package groups runs by.
-        run_id: the id of a run to continue; None for a new run.
+        project: name of the project (or experiment) by which the package groups runs.
+        run_id: the id of a run to continue; None starts a new run.
         save_dir: the folder for local files and checkpoints, or None.
         prefix: prefix of each metric's name, followed by a dash.
         log_model: when to upload checkpoints: ``"all"`` when they are written, True at the end of the run.
@@ -68,7 +68,7 @@ class ServiceLogger(CheckpointUploads):
 
     @property
     def version(self) -> str | None:
-        """The run's id. Opens a run if there is none yet; None on ranks other than 0."""
+        """The run's id, or None on ranks other than 0. Opens a run if no run is open yet."""
         if self._id is None and messages.is_rank_zero():
             _ = self.experiment
         return self._id
@@ -120,7 +120,7 @@ class ServiceLogger(CheckpointUploads):
     def log_hyperparams(
         self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Add to the run's hyperparameters; ``metrics`` are logged at step 0."""
+        """Add values to the run's hyperparameters; ``metrics`` are logged at step 0."""
         if messages.is_rank_zero():
             self._write_hyperparams(plain(mapping(params)))
         if metrics:
@@ -132,7 +132,7 @@ class ServiceLogger(CheckpointUploads):
         return {"project": self._project, "id": self._id, "logged": dict(self._logged)}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Return True if the run is in this project and still exists, and no other id was passed."""
+        """Return True if the run is in this project and still exists, and the user did not pass another id."""
         return state["project"] == self._project and self._id in (None, state["id"]) and self._exists(state["id"])
 
     def take_over(self, state: Mapping[str, Any]) -> None:
@@ -184,7 +184,7 @@ class ServiceLogger(CheckpointUploads):
             self._write(self.experiment, new, self._step, **options)
 
     def _is_new(self, name: str) -> bool:
-        """Count a value; return True if the package does not have it yet."""
+        """Count a logged value; return True if the package does not have that value yet."""
         self._logged[name] += 1
         known = self._known.get(name, 0)
         if known > 0:
@@ -208,7 +208,7 @@ class ServiceLogger(CheckpointUploads):
 
     @abstractmethod
     def _open(self) -> Any:
-        """Open the run ``self._id``, or a new one if that is None, and set ``self._id``."""
+        """Open the run ``self._id``, or a new run if that is None, and set ``self._id``."""
 
     @abstractmethod
     def _write(self, run: Any, values: dict[str, Any], step: int, **options: Any) -> None:
@@ -220,7 +220,7 @@ class ServiceLogger(CheckpointUploads):
 
     @abstractmethod
     def _finish(self, status: str) -> None:
-        """Finish the open run; ``status`` is the one passed to :meth:`finalize`."""
+        """Finish the open run; ``status`` is the status that was passed to :meth:`finalize`."""
 
     def _allowed(self, name: str) -> str:
         """Return the name under which the package stores a value."""
@@ -231,7 +231,7 @@ class ServiceLogger(CheckpointUploads):
         self._finish("success")
 
     def _flush(self) -> None:
-        """Wait until everything that was logged is stored."""
+        """Wait until all logged values are stored."""
 
     def _exists(self, run_id: str) -> bool:
         """Return True if the run with this id can be continued."""

@@ -18,11 +18,11 @@ class SwanLabLogger(ServiceLogger):
     After a successful fit, the run stays open until ``swanlab.finish()`` or the end of the program, so that ``test``
     can add to it. A failed or interrupted run is finished immediately.
 
-    A resumed fit continues the run that wrote the checkpoint, with the same id. Offline, a new folder in ``save_dir``
-    contains the continued run, with values from the checkpoint on. SwanLab keeps the first value of each step.
+    A resumed fit continues the run that wrote the checkpoint, with the same id. Offline, the continued run is in a new
+    folder in ``save_dir``, with only the values after the checkpoint. SwanLab keeps the first value of each step.
 
     Args:
-        project: the project.
+        project: the project's name.
         save_dir: the folder for local files and checkpoints; None means ``swanlog``.
         id: the run's id; pass an earlier run's id to continue that run. None means a random id.
         prefix: prefix of each metric's name, followed by a dash.

@@ -33,17 +33,17 @@ class TensorBoardLogger(FolderLogger):
     ``hparams.yaml`` and, together with the run's final status, in the HParams tab.
 
     A resumed run continues in a new event file in the same folder. Values that the run logged after the checkpoint are
-    removed from its files (which have the run's id in their names), so that each step appears once.
+    removed from the run's files (which have its id in their names), so that each step appears once.
 
     Args:
         save_dir: the folder for all experiments.
         name: the experiment's name, which is a folder in ``save_dir``; None means no such folder.
         version: the run's version. None selects a new number; an existing version is continued in a new event file.
         log_graph: log the model's graph, traced with the module's ``example_input_array``.
-        default_hp_metric: log ``hp_metric`` as -1 if a new run has hyperparameters but no metrics. To give it a value,
-            log ``hp_metric`` yourself.
+        default_hp_metric: log ``hp_metric`` as -1 if a new run has hyperparameters but no metrics. To give the metric
+            another value, log ``hp_metric`` yourself.
         prefix: prefix for each metric's name, followed by a dash.
-        sub_dir: a subfolder of the version's folder for the files.
+        sub_dir: a subfolder of the version's folder, for the event files.
         **kwargs: ``purge_step`` (hide an earlier run's values from this step on), ``max_queue`` (events that
             may be queued before training waits, default 1000), ``flush_secs`` (maximum seconds until queued events are
             written, default 10), ``filename_suffix``, and ``comment``, which has no effect, because SummaryWriter
@@ -121,7 +121,7 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Add to the run's hyperparameters. Log ``metrics`` at step 0, where the HParams tab can compare them."""
+        """Add values to the run's hyperparameters. Log ``metrics`` at step 0; the HParams tab can then compare them."""
         super().log_hyperparams(params)
         if not self.hparams:
             return
@@ -167,15 +167,17 @@ class TensorBoardLogger(FolderLogger):
         """Log the graph of ``model.forward`` if the logger was created with ``log_graph=True``.
 
         The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients.
-        Its modes and the RNG states are restored afterward. If tracing fails, a warning is shown instead of an error.
+        Its training modes and the RNG states are restored afterward. If tracing fails, a warning is shown instead of an
+        error.
         """
         if not self._log_graph or not messages.is_rank_zero():
             return
         example = input_array if input_array is not None else getattr(model, "example_input_array", None)
         if example is None:
             messages.warn_once(
-                f"TensorBoardLogger(log_graph=True) has no input to trace {type(model).__name__} with, because "
-                "its example_input_array is None. Set self.example_input_array = torch.zeros(...) in __init__."
+                f"TensorBoardLogger(log_graph=True) has no input with which to trace {type(model).__name__}, because "
+                "the model's example_input_array is None. Set self.example_input_array = torch.zeros(...) in "
+                "__init__."
             )
             return
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -217,8 +219,8 @@ class TensorBoardLogger(FolderLogger):
         if sizes:
             messages.warn(
                 f"Some of the resumed run's event files are missing from {self.log_dir!r} "
-                f"({messages.names(sizes, last='and')}), so its curves have gaps before the resume. When you move "
-                "checkpoints, move these files with them."
+                f"({messages.names(sizes, last='and')}), so the run's curves have gaps before the point at which it "
+                "resumes. When you move checkpoints, move these files with them."
             )
         _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]
@@ -300,7 +302,7 @@ def _pass_second(names: Iterable[str]) -> None:
 
 
 def _session_end(succeeded: bool) -> Any:
-    """Return the record that tells the HParams tab whether the run succeeded."""
+    """Return the record from which the HParams tab learns whether the run succeeded."""
     from tensorboard.plugins.hparams import metadata
 
     api, data = _tensorboard("plugins.hparams.api_pb2"), _tensorboard("plugins.hparams.plugin_data_pb2")

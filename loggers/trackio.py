@@ -22,11 +22,11 @@ class TrackioLogger(ServiceLogger):
     """Log a run to Trackio: to its database in ``TRACKIO_DIR``, or to a Space with ``space_id``.
 
     The run is finished at the end of each fit, validation, test or prediction; values logged later are still added to
-    it. A resumed fit continues the run that wrote the checkpoint. In a Space, values from after the checkpoint then
-    appear twice.
+    it. A resumed fit continues the run that wrote the checkpoint. In a Space, values that the run had logged after the
+    checkpoint then appear twice.
 
     Args:
-        project: the project; its local database is named after it.
+        project: the project's name, which is also the name of its local database.
         name: the run's name; pass an earlier run's name to continue that run. None means a random name.
         save_dir: the folder for checkpoints; Trackio's own files are in ``TRACKIO_DIR``.
         prefix: prefix of each metric's name, followed by a dash.
@@ -76,7 +76,7 @@ class TrackioLogger(ServiceLogger):
         self._rows += 1
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Keep the hyperparameters, which Trackio stores with the first values after the run is opened."""
+        """Keep the hyperparameters in memory; Trackio stores them with the first values after the run is opened."""
         self._params.update(params)
         run = self._experiment
         if run is not None and self._rows == self._first_row:

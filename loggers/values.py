@@ -1,4 +1,4 @@
-"""Convert logged values to numbers and plain nested data, and find the words in their names."""
+"""Convert logged values to numbers or plain nested data, and find the words in their names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def number(name: str, value: Any) -> float:
         return single.__float__()
     except (AttributeError, TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"The metric {name!r} cannot be logged, because {_describe(value)} is not a single number. Reduce it to a "
-            "number or a tensor of one element first, for example with .mean()."
+            f"The metric {name!r} cannot be logged, because {_describe(value)} is not a single number. First reduce "
+            "the value to a number or a tensor of one element, for example with .mean()."
         ) from None
 
 
@@ -74,8 +74,8 @@ def mapping(params: Any) -> dict[str, Any]:
     items = _items(params)
     if items is None:
         raise TypeError(
-            f"Hyperparameters cannot be logged from {_describe(params)}, because they need names. Pass a dict, an "
-            "argparse.Namespace or a dataclass."
+            f"Hyperparameters cannot be logged from {_describe(params)}, because every hyperparameter needs a name. "
+            "Pass a dict, an argparse.Namespace or a dataclass."
         )
     return items
 
@@ -110,8 +110,8 @@ def flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
 def words_in(name: str) -> frozenset[str]:
     """Return the lower-case words in a name, with and without digits: ``"val/MSELoss2"`` has ``mse`` and ``loss``.
 
-    Camel case is read both split and unsplit (``mIoU`` is also ``miou``), and words are also read without a leading
-    stage (``valacc`` has ``acc``).
+    Camel case is read both split and unsplit (``mIoU`` is also ``miou``), and words are also read without the stage
+    that they begin with (``valacc`` has ``acc``).
     """
     parts = [part for text in (_CAMEL.sub(" ", name), name) for part in _NO_WORD.split(text.lower())]
     words = {*parts, *(word for part in parts for word in _DIGITS.split(part))}

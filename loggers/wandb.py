@@ -33,28 +33,28 @@ _MARK = "paceline/written"
 class WandbLogger(CheckpointUploads):
     """Log a run to Weights & Biases or, with ``offline=True``, to ``save_dir/wandb`` for ``wandb sync``.
 
-    A separate wandb process writes the values to the run's local file 20 times a second, and sends them. A checkpoint
-    waits until the values logged before it are in that file, because wandb's process ends together with this one,
-    without writing the rest. After a successful fit, the wandb run stays open, so that ``test`` or ``wandb.log`` can
-    add to it until ``wandb.finish()`` or the end of the program. A failed or interrupted run is immediately marked as
-    failed; it continues with the same id if the logger is used again. If a wandb run is already open, the logger adds
-    to that run.
+    A separate wandb process writes the values to the run's local file 20 times a second, and sends them. Before a
+    checkpoint is written, the logger waits until all values are in that file, because wandb's process ends together
+    with this process, without writing any pending values. After a successful fit, the wandb run stays open, so that
+    ``test`` or ``wandb.log`` can add to it until ``wandb.finish()`` or the end of the program. A failed or interrupted
+    run is immediately marked as failed; if the logger is used again, the run continues with the same id. If a wandb run
+    is already open, the logger adds to that run.
 
     A resumed fit continues the wandb run that wrote the checkpoint, with the same id, unless you pass another id.
-    Values from after the checkpoint that the service already has are not sent again. Offline, a new folder in
-    ``wandb/`` contains the continued run, with rows from the checkpoint on.
+    Values from after the checkpoint that the service already has are not sent again. Offline, the continued run is in a
+    new folder in ``wandb/``, with only the rows after the checkpoint.
 
-    The x axis of all charts is ``trainer/global_step``, the number of updates.
+    The x axis of all charts is ``trainer/global_step``, the number of optimizer updates.
 
     Args:
         name: display name of the run; None lets wandb choose one.
         save_dir: the folder in which wandb creates its ``wandb`` folder; None means ``WANDB_DIR``, or the current
             folder.
         version: the run's id; pass an earlier run's id to continue that run.
-        offline: if True, send nothing. ``WANDB_MODE=offline`` has the same effect.
+        offline: if True, nothing is sent. ``WANDB_MODE=offline`` has the same effect.
         dir: the same as ``save_dir``.
         id: the same as ``version``.
-        project: the project; None means ``WANDB_PROJECT``, or ``"paceline_logs"``.
+        project: the project's name; None means ``WANDB_PROJECT`` or, if that is not set, ``"paceline_logs"``.
         log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run, False
             never. Offline, they are kept for ``wandb sync``.
         experiment: an existing run from ``wandb.init`` to use.
@@ -167,8 +167,8 @@ class WandbLogger(CheckpointUploads):
             if time.monotonic() > deadline:
                 messages.warn(
                     f"WandbLogger: wandb's process wrote nothing to {path} for {_PATIENCE_SECONDS:.0f} s. Training "
-                    "continues, but values logged since are lost if this process is killed. wandb's own messages are "
-                    f"in {os.path.join(os.path.dirname(path), 'logs')}."
+                    "continues, but any values that are not in this file yet are lost if this process is killed. "
+                    f"wandb's own messages are in {os.path.join(os.path.dirname(path), 'logs')}."
                 )
                 return
             time.sleep(0.005)
@@ -199,7 +199,7 @@ class WandbLogger(CheckpointUploads):
     def log_hyperparams(
         self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Add to the run's config, keeping the nesting; ``metrics`` are logged at step 0."""
+        """Add values to the run's config, keeping their nesting; ``metrics`` are logged at step 0."""
         self.experiment.config.update(plain(mapping(params)), allow_val_change=True)
         self._has_unwritten = True
         if metrics:
@@ -217,7 +217,7 @@ class WandbLogger(CheckpointUploads):
         return {"id": self.version, "project": self.name, "row": run.step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Return True if the run is in this project and in ``save_dir``, and no other id was passed."""
+        """Return True if the run is in this project and in ``save_dir``, and the user did not pass another id."""
         mine = self.version if self._experiment is not None else self._id
         if state["project"] != self.name or mine not in (None, state["id"]):
             return False
@@ -229,7 +229,7 @@ class WandbLogger(CheckpointUploads):
             self._resumed_row = state["row"]
 
     def withdraw(self) -> None:
-        """Finish a run that this logger opened if it has no new rows; forget its id unless the user passed it."""
+        """If a run that this logger opened has no new rows, finish it, and forget its id unless the user passed it."""
         run = self._experiment
         if run is None or not self._is_own or run.step != self._first_row:
             return
@@ -244,7 +244,7 @@ class WandbLogger(CheckpointUploads):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Log histograms of gradients or parameters every ``log_freq`` steps. Each time, wait for the device."""
+        """Log histograms of gradients or parameters every ``log_freq`` steps, each time waiting for the device."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def log_table(
@@ -255,7 +255,7 @@ class WandbLogger(CheckpointUploads):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Log a table, from columns and rows or a pandas ``dataframe``; cells may be images or text."""
+        """Log a table, given as columns and rows or as a pandas ``dataframe``; cells may be images or text."""
         import wandb
 
         self._log({self._prefix + key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
@@ -308,7 +308,8 @@ class WandbLogger(CheckpointUploads):
         for option, values in options.items():
             if len(values) != len(items):
                 raise ValueError(
-                    f"{method}: {option!r} must have one value per {word} ({len(items)}), but has {len(values)}."
+                    f"{method}: {option!r} must have one value per {word} ({len(items)} in total), but has "
+                    f"{len(values)}."
                 )
         make = getattr(wandb, kind)
         panels = [make(item, **{k: v[i] for k, v in options.items()}) for i, item in enumerate(items)]
@@ -328,7 +329,7 @@ class WandbLogger(CheckpointUploads):
         """Download an artifact and return its folder.
 
         Args:
-            artifact: its name, such as ``"user/project/model-abc:best"``.
+            artifact: the artifact's name, such as ``"user/project/model-abc:best"``.
             save_dir: the folder to write to; None lets wandb choose one.
             artifact_type: the type that the artifact must have; None accepts any type.
             use_artifact: whether to mark the artifact as an input of the open run, if there is one.
@@ -367,8 +368,8 @@ class WandbLogger(CheckpointUploads):
             self._is_own = False
             if self._id not in (None, wandb.run.id):
                 messages.warn(
-                    f"WandbLogger(version={self._id!r}) adds to the run {wandb.run.id!r}, because that run is open in "
-                    "this process. Call wandb.finish() first to start a new run."
+                    f"WandbLogger(version={self._id!r}) adds to the run {wandb.run.id!r}, because that run is already "
+                    "open in this process. Call wandb.finish() first to start a new run."
                 )
             return wandb.run
         self._is_own = True
@@ -411,7 +412,7 @@ class WandbLogger(CheckpointUploads):
 def _check(version: str | None, id: str | None, offline: bool, policy: Any, options: Mapping[str, Any]) -> None:
     if version and id and version != id:
         raise ValueError(
-            f"WandbLogger(version={version!r}, id={id!r}) gives two different ids, but both arguments set the "
+            f"WandbLogger(version={version!r}, id={id!r}) has two different ids, although both arguments set the "
             "run's id. Pass only one of them."
         )
     if policy not in ("mutable", "immutable"):

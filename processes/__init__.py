@@ -1,1 +1,1 @@
-"""Processes: how they start, who launched them, how they fail, hang and stop, and the machine they run on."""
+"""Processes: how they start, which launcher started them, how they fail, hang and stop, and the machine they run on."""

@@ -23,7 +23,7 @@ class Accelerator(str):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return True if this process sees a device of this kind."""
+        """Return True if this process can see a device of this kind."""
         return cls.auto_device_count() > 0
 
     @classmethod
@@ -83,13 +83,13 @@ class _Registry(dict[str, type[Accelerator]]):
     """The device kinds by name."""
 
     def __missing__(self, name: str) -> type[Accelerator]:
-        """Return the class for a kind that torch knows but Paceline does not, such as ``"npu"``."""
+        """Return the class for a device kind that torch knows but Paceline does not, such as ``"npu"``."""
         if name != reported():
             raise KeyError(name)
         return _others.setdefault(name, type(f"{name.upper()}Accelerator", (_OtherKind,), {"name": name}))
 
     def available_accelerators(self) -> list[str]:
-        """Return the names of all kinds, including those not available on this machine."""
+        """Return the names of all device kinds, including kinds that are not available on this machine."""
         return sorted(self)
 
 

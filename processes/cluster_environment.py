@@ -31,7 +31,7 @@ _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks (0-based) of one process, the sizes of its cluster, and the address and port on which rank 0 listens.
+    """One process's ranks (0-based), the sizes of its cluster, and the address and port on which rank 0 listens.
 
     ``local`` refers to the processes on this machine, a node is a machine, and ``name`` is the launcher's name:
     ``"torchrun"``, ``"paceline launch"``, ``"Paceline"`` (a Trainer, an Accelerator or a notebook), ``"SLURM"``,
@@ -68,7 +68,8 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
 
     Torchrun's variables are checked first, so that ``torchrun`` under ``srun`` counts as torchrun. Next come launchers
     that can run inside another launcher's allocation (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a
-    cluster of one process. Many batch scripts export WORLD_SIZE without RANK; such a value must match the launcher's.
+    cluster of one process. Many batch scripts export WORLD_SIZE without RANK; such a value must match the launcher's
+    world size.
 
     Args:
         environ: the variables to read; this process's environment if None.
@@ -100,7 +101,7 @@ def requeue() -> None:
         problem = str(error)
     if problem:
         messages.error(
-            f"`{' '.join(command)}` failed ({problem}), so the job will not restart automatically. Its state is "
+            f"`{' '.join(command)}` failed ({problem}), so the job will not restart automatically. The run's state is "
             "saved, so submit the job again to resume."
         )
     else:
@@ -108,7 +109,7 @@ def requeue() -> None:
 
 
 def is_requeued(environ: Environment | None = None) -> bool:
-    """Return True if SLURM has started this job before. If so, there may be a checkpoint to resume from."""
+    """Return True if SLURM has started this job before. In that case, there may be a checkpoint to resume from."""
     environ = os.environ if environ is None else environ
     return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
 
@@ -125,7 +126,7 @@ def _slurm_job(environ: Environment) -> str | None:
 def _torchrun(environ: Environment) -> Cluster | None:
     if "RANK" not in environ and environ.get("WORLD_SIZE", "1") == "1":
         return None
-    fix = "Start the script with torchrun, which sets all of them, or unset them to run a single process"
+    fix = "Start the script with torchrun, which sets all of these variables, or unset them all to run a single process"
     _need(environ, ("RANK", "WORLD_SIZE"), fix)
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     alone = world_size == 1
@@ -269,7 +270,7 @@ def _lsf(environ: Environment) -> Cluster | None:
 def _mpi(
     environ: Environment, name: str, names: list[str], command: str, job: str, address: str | None = None
 ) -> Cluster:
-    """Return the cluster; ``names`` are the launcher's variables for rank, size, local rank and local size."""
+    """Return the cluster that MPI variables describe; ``names`` are those for rank, size, local rank and local size."""
     _need(environ, names, f"Start the script with {command}, which sets them")
     rank, world_size, local_rank, local_world_size = (_number(environ, variable) for variable in names)
     num_nodes = -(-world_size // max(local_world_size, 1))
@@ -287,7 +288,7 @@ def _mpi(
 
 
 def _node(rank: int, local_rank: int, local_world_size: int, num_nodes: int) -> int:
-    """Return the index of a rank's machine. Ranks may fill one machine after another, or be assigned round-robin."""
+    """Return the index of a rank's machine. Ranks may fill one machine after another or be assigned round-robin."""
     if local_world_size < 1:
         return 0
     round_robin = rank % local_world_size != local_rank and rank // num_nodes == local_rank
@@ -307,9 +308,9 @@ def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
 
 
 def _lsf_address(environ: Environment) -> str | None:
-    """Return the first compute host.
+    """Return the first compute host of an LSF job.
 
-    LSF may list a launch host before it. The launch host is recognized by its single slot or by its name.
+    LSF may list a launch host before the compute hosts. A launch host is recognized by its single slot or its name.
     """
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]
@@ -368,14 +369,14 @@ def _port(environ: Environment, job: str) -> int:
     port = _number(environ, "MASTER_PORT", PORTS[zlib.crc32(job.encode()) % len(PORTS)])
     if not 0 < port < 65536:
         raise RuntimeError(
-            f"MASTER_PORT={port} is not a valid port number, so the processes cannot find each other. Set it to a free "
-            "port from 1024 to 65535, and use the same port for all processes."
+            f"MASTER_PORT={port} is not a valid port number, so the processes cannot find each other. Set MASTER_PORT "
+            "to a free port from 1024 to 65535, and use the same port for all processes."
         )
     return port
 
 
 def _check(cluster: Cluster) -> None:
-    """Reject impossible values: a rank beyond the size, or more processes on this machine than in total."""
+    """Reject impossible values: a rank outside its range, or more processes on this machine than in total."""
     pairs = (
         ("rank", cluster.rank, "world size", cluster.world_size),
         ("local rank", cluster.local_rank, "local world size", cluster.local_world_size),

@@ -1,7 +1,7 @@
-"""Find this machine's NUMA nodes, and bind a process to the cores of its share of the nodes.
+"""Find this machine's NUMA nodes, and bind each process to the cores of its share of these nodes.
 
-A core reads its own NUMA node's memory fastest. A process that may run on any core spreads its memory across the
-nodes; a process that is bound before it allocates memory does not.
+A core reads its own NUMA node's memory fastest. A process that may run on any core spreads its memory across the nodes;
+a process that is bound to a node's cores before it allocates memory does not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse(text: str) -> set[int]:
 
 
 def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
-    """Return one process's cores: its NUMA node's cores, or several nodes' cores if nodes outnumber processes."""
+    """Return one process's cores: those of its NUMA node, or of several if there are more nodes than processes."""
     first = local_rank * len(found) // local_world_size
     last = (local_rank + 1) * len(found) // local_world_size
     return set().union(*found[first : max(last, first + 1)])

@@ -1,7 +1,7 @@
 """Make a process keep the memory that a CPU training step frees, so that the next step can reuse it.
 
-glibc returns free memory at the end of its heap to the kernel once it exceeds a threshold, and a backward pass frees
-much more than that. The next step then requests the same pages again, and the kernel has to clear each of them first.
+glibc returns the free memory at the end of its heap to the kernel once that memory exceeds a threshold, and a backward
+pass frees far more. The next step then requests the same pages again, and the kernel has to clear each of them first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _runs = 0
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Make the process keep the memory that it frees, if it trains on a CPU.
+    """Make this process keep the memory that it frees, if it trains on a CPU.
 
     Does nothing if the C library is not glibc, or if the user has set the thresholds.
     """

@@ -23,7 +23,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover | None:
-    """Return a function that moves batches to ``device`` and converts them to ``dtype``; None if not needed."""
+    """Return a function that moves batches to ``device`` and converts them to ``dtype``; None if none is needed."""
     device = torch.device(device)
     if device.type == "cpu" and dtype is None:
         return None
@@ -40,7 +40,7 @@ def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = Non
 
 
 def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
-    """Return a version of ``move`` with its own stream; None if its copies cannot run while the device computes."""
+    """Return a version of ``move`` that has its own stream; None if copies cannot run while the device computes."""
     if isinstance(move, Mover) and move.overlaps:
         return SideStream(move)
     return None
@@ -49,14 +49,15 @@ def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
 class Mover:
     """Moves every tensor of a batch to a device, and converts floating-point tensors to a dtype.
 
-    The handler for a type is chosen when the type is first seen; after that, finding it takes one dict lookup. CPU
+    The handler for a type is chosen when the type is first seen; afterwards, one dict lookup finds the handler. CPU
     tensors are pinned and copied without waiting if the device supports it. An object that has its own ``to`` method
     keeps its dtype, unless it is a mapping or a ``PackedSequence``.
 
     Args:
-        device: the device to move tensors to.
-        dtype: the dtype to convert floating-point tensors to; if None, they keep their dtype.
-        moved: called with every moved tensor, and with every moved object that has a ``record_stream`` method.
+        device: the device to which tensors are moved.
+        dtype: the dtype to which floating-point tensors are converted; if None, they keep their dtype.
+        moved: function that is called with every moved tensor, and with every moved object that has a ``record_stream``
+            method.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Mover:
         return result
 
     def _packed(self, value: Any) -> Any:
-        """Move a PackedSequence with its own ``to``, which keeps the lengths on the CPU."""
+        """Move a PackedSequence with its own ``to`` method, which keeps the lengths on the CPU."""
         if self.overlaps and value.data.is_cpu:
             value = value.pin_memory()
         result = value.to(self.device, non_blocking=self.overlaps)
@@ -269,7 +270,7 @@ def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 
 
 def convert(module: M, wanted: torch.dtype, non_blocking: bool = False) -> M:
-    """Convert a module's parameters and buffers. Unlike ``module.to(wanted)``, this keeps imaginary parts."""
+    """Convert a module's parameters and buffers to a dtype. Unlike ``module.to``, this keeps imaginary parts."""
     return getattr(module, APPLY)(lambda tensor: tensor.to(in_dtype(tensor.dtype, wanted), non_blocking=non_blocking))
 
 

@@ -1,4 +1,4 @@
-"""Find this machine's devices, and the devices that a run should use."""
+"""Find the devices of this machine, and choose those that a run should use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def count(kind: str) -> int:
 
 
 def find_best() -> tuple[str, int]:
-    """Return the best kind of device that this process sees, and how many it sees; the CPU and 0 if there is none."""
+    """Return the best kind of accelerator that this process sees, and how many; the CPU and 0 if it sees none."""
     found = ((kind.name, count(kind.name)) for kind in accelerators())
     return next((one for one in found if one[1]), ("cpu", 0))
 
@@ -118,7 +118,7 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
     """Return the devices of a kind that ``Trainer(devices=...)`` selects.
 
     ``devices`` is a number (``2``, ``"2"``), a list of indices (``[0, 1]``, ``"0,1"``), ``-1`` for all, or ``"auto"``
-    (one CPU, or all devices of another kind).
+    (one process for the CPU, or all devices of any other kind).
     """
     present = count(kind)
     if devices == "auto":
@@ -131,7 +131,8 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
         indices = range(present if number == -1 else max(number, 0))
     if not indices:
         raise ValueError(
-            f"Trainer(devices={devices!r}) selects no device. Pass 1 or more, a list of indices, -1 for all, or 'auto'."
+            f"Trainer(devices={devices!r}) selects no device. Pass a number of 1 or more, a list of indices, -1 for "
+            "all devices, or 'auto'."
         )
     if kind == "cpu":
         if not isinstance(indices, range) and any(indices):
@@ -158,6 +159,6 @@ def _integer(value: Any, given: Any) -> int:
         return int(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"Trainer: devices={given!r} is not a valid number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all, or "
-            "'auto'."
+            f"Trainer: devices={given!r} is not a valid number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all "
+            "devices, or 'auto'."
         ) from None

@@ -10,9 +10,9 @@ from .cluster_environment import LAUNCHERS, Cluster, find_cluster
 
 
 class ClusterEnvironment(ABC):
-    """Base class for your own launcher's environment: each process's rank, and rank 0's address.
+    """Base class for your own launcher's environment, which tells each process its rank and rank 0's address.
 
-    The launchers that Paceline knows are detected automatically and need no plugin.
+    Launchers that Paceline knows are detected automatically and need no such plugin.
     """
 
     @property
@@ -145,7 +145,7 @@ class SLURMEnvironment(_Known):
     """The environment of SLURM's ``srun``.
 
     Args:
-        auto_requeue: whether SIGUSR1 requeues the job; for other signals, use ``Trainer(signals=...)``.
+        auto_requeue: whether SIGUSR1 requeues the job. To set other signals, use ``Trainer(signals=...)``.
         requeue_signal: must be None; use ``Trainer(signals=...)`` instead.
     """
 
@@ -191,7 +191,7 @@ class LocalEnvironment(_Known):
         return find_cluster() or super()._here()
 
     def local_rank(self) -> int:
-        """Return this process's rank on its machine; falls back to LOCAL_RANK if no launcher was found."""
+        """Return this process's rank on its machine; without a launcher, return the value of LOCAL_RANK."""
         return int(os.environ.get("LOCAL_RANK", 0)) if find_cluster() is None else super().local_rank()
 
 

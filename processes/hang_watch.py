@@ -1,4 +1,4 @@
-"""Report the positions of all ranks if one of them waits for a missing rank, so that a run does not hang silently.
+"""Report the positions of all ranks if a rank waits too long for another one, so that no run hangs silently.
 
 Ranks exchange nothing in normal operation. A thread in each rank checks every few seconds whether another rank has
 requested this rank's position, and replies with the line of user code that the main thread is running. A rank sends
@@ -43,7 +43,7 @@ def poll_seconds(world_size: int) -> float:
 
 
 class Watch:
-    """Tells other ranks where this rank is and what its run is doing (``progress``), and requests their positions."""
+    """Tells other ranks where this rank is and what its run is doing (``progress``), and asks for their positions."""
 
     def __init__(self, rank: int, world_size: int, progress: Callable[[], str] = str) -> None:
         self.rank, self.world_size, self.progress = rank, world_size, progress
@@ -65,7 +65,7 @@ class Watch:
             self._thread.start()
 
     def begin(self, run: RunProgress) -> None:
-        """Start a run; every rank must call this. Other ranks can then ask the run to stop through :attr:`vote`."""
+        """Start a run; every rank must call this. Any rank can then ask all ranks to stop through :attr:`vote`."""
         self._runs += 1
         if self._thread is not None:
             store = distributed_c10d.PrefixStore(f"stop/{self._runs}", self._store)
@@ -73,7 +73,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Context manager for waiting at ``place``; if the wait fails, the error shows where every rank is."""
+        """Context manager for waiting at ``place``; if waiting fails, the error shows where every rank is."""
         self._place, self._since, self._noticed = place, time.monotonic(), False
         try:
             yield
@@ -95,16 +95,16 @@ class Watch:
         if timed_out or (gone and self._another_gave_up()):
             return _RankError(
                 f"Rank {self.rank} timed out waiting for another rank at {self._here()}. {self._where_all_are()} "
-                "Every rank must make the same calls in the same order: look for a call inside `if "
-                "trainer.is_global_zero`, for ranks with different numbers of batches, and for a rank that is slower "
-                "than the time limit (the strategy's timeout=timedelta(...))."
+                "Every rank must make the same calls in the same order. Look for a call inside `if "
+                "trainer.is_global_zero`, for ranks with different numbers of batches, and for a rank that takes "
+                "longer than the time limit (the strategy's timeout=timedelta(...))."
             )
         if gone:
             return _RankError(
                 f"Rank {self.rank} lost the connection to another rank, which has exited. Rank {self.rank} was at "
                 f"{self._here()}. The error of the rank that exited first shows the cause. If no rank shows an error, "
-                "the other rank never made this call: look for a call inside `if trainer.is_global_zero` or `if "
-                "accelerator.is_main_process`."
+                "the other rank exited without making this call. Look for a call inside `if trainer.is_global_zero` "
+                "or `if accelerator.is_main_process`."
             )
         return None
 
@@ -162,7 +162,7 @@ class Watch:
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
-        """Report that this rank is waiting, unless another rank already did: one message is enough for all ranks."""
+        """Report that this rank is waiting, unless another rank has already reported that it is."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True
@@ -173,7 +173,7 @@ class Watch:
             messages.info_anywhere(f"Rank {self.rank} has been waiting at {self._here()} for {waited:.0f} s. {others}")
 
     def _another_gave_up(self) -> bool:
-        """Return True if the connection is closed because another rank's time was up: then no rank has exited."""
+        """Return True if another rank closed the connection because it timed out, in which case it has not exited."""
         try:
             return _read(self._store.clone(), _GAVE_UP, time.monotonic() + _GAVE_UP_SECONDS) is not None
         except RuntimeError:  # the store's host has exited
@@ -205,7 +205,7 @@ class Watch:
         return store.compare_set(f"ask/{question}", "", me).decode() == me
 
     def _ask_all(self, question: int, store: Any) -> dict[str, list[int]]:
-        """Return the ranks at each position, and write them to the store for other ranks that request them."""
+        """Return the ranks at each position, and write them to the store for other ranks that ask for the positions."""
         places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
         deadline = time.monotonic() + self._answer_seconds
         for rank in range(self.world_size):
@@ -233,11 +233,12 @@ def _read(store: Any, key: str, deadline: float) -> str | None:
 
 
 def _plural(place: str) -> str:
-    return "do not respond (they have exited, or cannot be reached)" if place == _SILENT else f"are{place[2:]}"
+    silent = "do not respond (they have exited, or their machines cannot be reached)"
+    return silent if place == _SILENT else f"are{place[2:]}"
 
 
 class _RankError(RuntimeError):
-    """An error that already names ranks and their positions."""
+    """An error whose message already lists the ranks and their positions."""
 
 
 _RankError.__name__ = _RankError.__qualname__ = "RuntimeError"

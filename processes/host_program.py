@@ -1,7 +1,7 @@
-"""Find the program that runs this process: a script, which every rank can run again, or a host such as pytest.
+"""Find the program that runs in this process: a script, which every rank can run again, or a host such as pytest.
 
 :func:`find_host` collects the facts, :func:`recognize` derives the host from them, and :func:`start_method_in` chooses
-how ranks start in that host.
+how a run's ranks start in that host.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .hydra_program import is_sweep
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 START_METHODS = ("auto", "popen", "spawn", "fork", "forkserver")
 
-_USE_A_FILE = "put the code into a file and run `python file.py`"
+_USE_A_FILE = "put the code in a file and run `python file.py`"
 
 
 @dataclass(frozen=True)
 class Host:
-    """A program that can run this process.
+    """A kind of program that can run in this process.
 
     Args:
         name: the program's name in error messages.
-        is_script: whether running the same command again makes each rank do the same work as this process.
+        is_script: whether a rank that runs the same command again does the same work as this process.
         can_spawn: whether a fresh process can import definitions from this program.
-        restart: instruction to the user for getting a process that has not used the GPU.
+        restart: text that tells the user how to get a process that has not used the GPU.
     """
 
     name: str
@@ -72,7 +72,7 @@ class HostFacts:
     ``running`` contains the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if
     it has none), ``module`` is the module passed to ``python -m``, and ``options`` are the options before the script.
     ``frozen`` says whether PyInstaller or a similar tool packed the program, ``worker`` whether multiprocessing started
-    this process, and ``sweep`` whether this is a Hydra sweep.
+    this process, and ``sweep`` whether it runs a Hydra sweep.
     """
 
     running: frozenset[str] = frozenset()
@@ -154,12 +154,12 @@ def start_method_in(
     if num_nodes > 1:
         raise RuntimeError(
             f"A run on {num_nodes} machines needs the same command on each machine, but this program is {host.name}, "
-            f"which has no such command. Instead, {_USE_A_FILE} on each machine."
+            f"which has no command to repeat. Instead, {_USE_A_FILE} on each machine."
         )
     if asked == "popen":
         raise RuntimeError(
-            f"start_method='popen' starts several processes by running the script again, but this program is "
-            f"{host.name}, so there is no script. Omit start_method, and this process will be forked; or {_USE_A_FILE}."
+            "start_method='popen' starts several processes by running the script again, but this program is "
+            f"{host.name}, so there is no script. Omit start_method to fork this process instead, or {_USE_A_FILE}."
         )
     if asked == "auto":
         return "spawn" if obstacle and host.can_spawn else "fork"
@@ -176,7 +176,7 @@ def fork_obstacle(devices_kind: str) -> str | None:
 
 
 def refusal_to_fork(host: Host, obstacle: str) -> str:
-    """Return the error message for a process that cannot be forked, with alternatives that work in this host."""
+    """Return the error message for a process that cannot be forked; it lists alternatives that work in this host."""
     fixes = []
     if "CUDA" not in obstacle and "used in this process" in obstacle:
         fixes.append(f"{host.restart}, and do not use the device before the run")
@@ -191,7 +191,7 @@ def refusal_to_fork(host: Host, obstacle: str) -> str:
 
 
 def _running() -> Iterator[str]:
-    """Yield the names of modules, and of their top-level packages, on the stacks of this and the main thread."""
+    """Yield the names of modules and their top-level packages on the call stacks of this thread and the main thread."""
     here = inspect.currentframe()
     for innermost in (here, sys._current_frames().get(threading.main_thread().ident or 0, here)):
         for frame, _ in traceback.walk_stack(innermost):
@@ -201,6 +201,6 @@ def _running() -> Iterator[str]:
 
 
 def _shell() -> Any:
-    """Return IPython's shell, or None. Queries IPython itself, because a closed shell leaves traces in ``builtins``."""
+    """Return IPython's shell, or None. Asks IPython itself, because a closed shell leaves traces in ``builtins``."""
     ipython: Any = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

@@ -1,6 +1,6 @@
-"""Support programs that use Hydra: ranks run the same command, but in the folder that Hydra created for this process.
+"""Support programs that use Hydra: all ranks run the same command, in the folder that Hydra created for this process.
 
-This file does not import Hydra, because a program that uses Hydra has already imported it.
+This module does not import Hydra itself, because a program that uses Hydra has already imported it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _SET_FOR_RANK_ZERO = "PACELINE_HYDRA_RANK_0"
 
 
 def is_sweep() -> bool:
-    """Return True if this process runs a Hydra sweep: several jobs, each of which calls a function in the program."""
+    """Return True if this process runs a Hydra sweep: several jobs, each of which calls a function of the program."""
     config = _config()
     return config is not None and config.mode is not None and config.mode.name == "MULTIRUN"
 
 
 def for_ranks(command: list[str], folder: str) -> tuple[list[str], str]:
-    """Return the command for the ranks and the folder to run it in; both are unchanged if Hydra is not in use.
+    """Return the command for the ranks and the folder in which to run it; both are unchanged if Hydra is not in use.
 
-    The ranks use this process's output folder and write no configuration there; rank 0 appends to this process's log.
-    Hydra does not shorten the ranks' errors, because this process reports them.
+    The ranks use this process's output folder but write no configuration there; rank 0 appends to this process's log.
+    Hydra is told not to shorten the ranks' errors, because this process reports them in full.
     """
     config = _config()
     if config is None:

@@ -1,8 +1,8 @@
 """Start processes through torch elastic: run a command several times, or call a function in new processes.
 
 :func:`run` runs a command several times. :func:`rerun` does that with this process's own command, so that a plain
-``python train.py`` acts like ``torchrun``. :func:`start` is for notebooks and for callers that need the function's
-result. This file chooses the number of threads and prints the messages; :mod:`.torch_elastic` starts the processes.
+``python train.py`` acts like ``torchrun``. :func:`start` calls a function, for notebooks and for callers that need its
+result. This module chooses the number of threads and prints the messages; :mod:`.torch_elastic` starts the processes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DIRECTORY = os.getcwd()
 #: Environment variable for processes that a strategy starts: the file to create once they have joined their group.
 JOINED = "PACELINE_JOINED"
 _PICKLE_FIX = (
-    "Define it at the top level of a file (not inside a function or as a lambda), or create it in a hook; or use "
+    "Define it at the top level of a file (not inside a function or as a lambda), or create it in a hook. Or use "
     "strategy='ddp_fork', which forks this process, or 'ddp', which runs the script again."
 )
 
@@ -60,16 +60,16 @@ _PICKLE_FIX = (
 def rerun(num_processes: int, num_nodes: int = 1, devices_kind: str = "cpu", numa: bool = False) -> NoReturn:
     """Run this process's command ``num_processes`` times, wait, and exit with the status of the first failure.
 
-    With several machines, the user runs the same command on each, with the variables from :func:`find_place`. Ctrl-C,
-    SIGTERM and SLURM's SIGUSR1 are passed on to the processes, which then have as long as torch elastic allows (30
-    seconds, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait, and the processes
-    then exit as if this process had been killed (see :func:`register_failure_hook`).
+    With several machines, the user runs the same command on each machine, with the variables that :func:`find_place`
+    reads. Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on to the processes, which then have as long as torch elastic
+    allows (30 seconds, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. After a second signal, this process
+    stops waiting, and the others exit as if it had been killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: number of processes on this machine.
         num_nodes: number of machines.
         devices_kind: the kind of device that the processes use.
-        numa: make torch elastic bind each process to the NUMA node of its GPU.
+        numa: whether torch elastic binds each process to the NUMA node of its GPU.
     """
     command, folder = hydra_program.for_ranks([sys.executable, *sys.orig_argv[1:]], _DIRECTORY)
     place = find_place(num_nodes)
@@ -92,10 +92,10 @@ def run(
 
     Args:
         command: the command line; each process also gets torchrun's variables.
-        num_processes: as for :func:`rerun`.
+        num_processes: the same as for :func:`rerun`.
         place: the rendezvous point; see :func:`find_place`.
-        devices_kind: as for :func:`rerun`.
-        numa: as for :func:`rerun`.
+        devices_kind: the same as for :func:`rerun`.
+        numa: the same as for :func:`rerun`.
         options: optional settings for torch elastic.
     """
     options = options or ElasticOptions()
@@ -138,10 +138,10 @@ def start(
         args: the function's arguments. Each process gets its own copy, including of tensors.
         num_processes: number of processes on this machine.
         start_method: ``"fork"`` copies this process; other methods start fresh processes and pickle the arguments.
-        devices_kind: as for :func:`rerun`.
-        numa: as for :func:`rerun`.
-        place: the rendezvous point of several machines, each of which must call this; None if there is only this
-            machine. Machines without rank 0 return None.
+        devices_kind: the same as for :func:`rerun`.
+        numa: the same as for :func:`rerun`.
+        place: the rendezvous point of several machines, each of which must call this; None if there is only one
+            machine. On machines without rank 0, None is returned.
 
     Raises:
         RuntimeError: a process failed (the message contains the first failure's traceback); this process cannot be
@@ -184,8 +184,8 @@ def start(
 def told_if_stopped_early(num_processes: int) -> Iterator[None]:
     """Context manager that reports a signal that stops the processes while they are starting, before any training.
 
-    A process is starting until it has joined the process group. This also covers a signal that stops this process
-    before it has started the others. Signals keep their usual effect.
+    A process counts as starting until it has joined the process group. A signal that stops this process before it has
+    started the others is reported too. Signals keep their usual effect.
     """
     with TemporaryDirectory(prefix="paceline_") as folder:
         joined = Path(folder) / "joined"
@@ -193,8 +193,8 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
         def tell(number: int) -> None:
             if not joined.exists():
                 messages.error(
-                    f"{signal_name(number)} stopped the processes ({num_processes}) while they were starting: nothing "
-                    "has been trained or saved."
+                    f"{signal_name(number)} stopped the run's processes ({num_processes} in total) while they were "
+                    "starting, so nothing has been trained or saved."
                 )
 
         def end(number: int, frame: Any) -> None:
@@ -215,7 +215,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """Return the signal that ended the processes; None if it is not one that users or schedulers send."""
+    """Return the signal that ended the processes; None if users and schedulers do not send such a signal."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
@@ -304,7 +304,7 @@ def _whole(name: str, text: str, below: int) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """The call that each new process makes."""
+    """The function call that each new process makes."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -312,7 +312,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything a new process needs, in one object because torch elastic treats plain strings as templates."""
+    """Everything that a new process needs, in one object because torch elastic treats plain strings as templates."""
 
     folder: str
     start_method: StartMethod
@@ -358,15 +358,16 @@ def _run(job: _Job) -> None:
 
 
 def _load_work(file: Path) -> _Work:
-    """Load the work in a fresh process; this imports the functions and classes that the work uses."""
+    """Load a process's work in that process; this imports the functions and classes that the work uses."""
     try:
         return _load(file, None)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"A fresh process cannot import a definition that the run uses ({error}). It can import definitions at the "
-            "top level of a .py file in a folder on sys.path, but not below a main guard, and not from a test file "
-            "that pytest loads with --import-mode=importlib. Move the definition to a .py file that can be imported "
-            "(pytest's setting `pythonpath` adds folders), or use strategy='ddp_fork', which forks this process."
+            f"A fresh process cannot import a definition that the run uses ({error}). Such a process can import "
+            "definitions at the top level of a .py file in a folder on sys.path, but no definitions under a main "
+            "guard, and none in a test file that pytest loads with --import-mode=importlib. Move the definition to a "
+            ".py file that can be imported (pytest's setting `pythonpath` adds folders), or use strategy='ddp_fork', "
+            "which forks this process."
         ) from error
 
 
@@ -374,8 +375,8 @@ def _load_work(file: Path) -> _Work:
 def leave_garbage_alone_in_forks() -> None:
     """Prevent later forks of this process from collecting garbage that existed before the fork.
 
-    A fork copies objects such as a store server without their thread, but with the pipe that tells the parent's thread
-    to stop. Collecting the copy would crash the child, or stop the parent's thread.
+    A fork copies an object such as a store server without its thread, but with the pipe through which the thread is
+    told to stop. Collecting the copy would crash the child or stop the parent's thread.
     """
     enabled: list[bool] = []
 
@@ -405,7 +406,7 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """Restore the default signal handlers, because a fork copies torch elastic's, which are meant for the launcher."""
+    """Restore the default signal handlers, because a fork copies torch elastic's, which only the launcher needs."""
     for name in SIGNALS:
         if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -419,7 +420,7 @@ def _load(file: Path, device: str | None) -> Any:
 
 
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
-    """Pickle a value with ``torch.save``, because multiprocessing would make all processes share a tensor's memory."""
+    """Pickle a value with ``torch.save``, because with multiprocessing, all processes would share a tensor's memory."""
     import torch
 
     try:
@@ -460,7 +461,7 @@ class _Finder(pickle.Pickler):
 
 
 def _culprit(value: Any) -> tuple[str, Any]:
-    """Return the path to the innermost object that cannot be pickled (``Net.transforms[1].fn``), and the object."""
+    """Return the path to the innermost object that cannot be pickled (``Net.transforms[1].fn``), and that object."""
     seen: set[int] = set()
     name = _name(value)
     while id(value) not in seen:

@@ -1,6 +1,6 @@
-"""The first code in a process started by ``paceline launch``: bind to cores, set up failure reports, run the script.
+"""The first code that runs in a process of ``paceline launch``: bind cores, set up failure reports, run the script.
 
-The script runs as if started with ``python script.py``: as ``__main__``, with its own arguments and path. This file
+The script runs as if started with ``python script.py``: as ``__main__``, with its own arguments and path. This module
 does not import torch, so the script starts as quickly as with plain ``python``.
 """
 
@@ -28,7 +28,7 @@ main()"""
 
 
 def command(target: str, arguments: list[str], module: bool = False) -> list[str]:
-    """Return the command for a process that runs a script or a module through this file."""
+    """Return the command for a process that runs a script or a module through this module's :func:`main`."""
     program = _PROGRAM.format(root=_ROOT, package=__package__)
     return [sys.executable, "-c", program, "module" if module else "script", target, *arguments]
 

@@ -18,8 +18,8 @@ _CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While)
 def require_main_guard(who: str) -> None:
     """Raise if new processes would start more processes when they import the program.
 
-    In the first process, this finds only top-level statements without any condition around them. Any other missing
-    guard is found in the new process.
+    In the first process, this finds only top-level statements without any condition around them. Missing guards around
+    any other statements are found in the new process.
 
     Args:
         who: the setting that starts the processes, for the message, such as ``"strategy='ddp_spawn'"``.
@@ -39,7 +39,7 @@ def require_main_guard(who: str) -> None:
 
 
 def _in_new_process() -> tuple[str, int, str] | None:
-    """Return the statement that this process is running while importing its parent's program; None otherwise."""
+    """In a process that is importing its parent's program, return the statement that is running; otherwise, None."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return None
     main = sys.modules.get("__mp_main__")
@@ -48,7 +48,7 @@ def _in_new_process() -> tuple[str, int, str] | None:
 
 
 def _unguarded() -> tuple[str, int, str] | None:
-    """Return the statement that the program is running, if a process that imports the program would run it too."""
+    """Return the program's running statement if a process that imports the program would also run that statement."""
     main: Any = sys.modules.get("__main__")
     name = getattr(getattr(main, "__spec__", None), "name", "")
     if name.rpartition(".")[2] == "__main__" or Path(getattr(main, "__file__", None) or "").stem == "ipython":

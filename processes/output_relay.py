@@ -1,7 +1,8 @@
 """Relay the output of forked ranks to this process's own output: a notebook cell or a captured stream.
 
-A fork of this process cannot use a stream that is not a plain file: the text would stay in the fork's memory, or go
-through a socket that belongs to this process. So each rank writes to pipes, and a thread of this process reads them.
+A fork of this process cannot write to a stream that is not a plain file, because the text would stay in the fork's
+memory, or go through a socket that belongs to this process. So each rank writes to pipes, and a thread of this process
+reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DISPLAYS = ("publish", "clear_output")
 
 
 class Relay:
-    """Context manager that relays the output of one run's ranks. Each rank must call :meth:`enter` first.
+    """Context manager that relays the output of one run's ranks. Each rank must first call :meth:`enter`.
 
     Args:
         count: number of ranks to fork.
@@ -116,7 +117,7 @@ class Relay:
                     pass
 
     def _relay_once(self, reader: int, receivers: dict[int, Callable[[bytes], Any]]) -> bool:
-        """Relay the content of one pipe; return False if it is empty.
+        """Relay the content of one pipe; return False if the pipe is empty.
 
         Errors are reported later, so that no rank blocks.
         """
@@ -166,7 +167,7 @@ def _is_plain(stream: Any) -> bool:
 
 
 def _publisher() -> Any:
-    """Return the object that displays output in a notebook cell; None outside a notebook."""
+    """Return IPython's object that displays output in a notebook cell; None outside a notebook."""
     ipython: Any = sys.modules.get("IPython")
     shell: Any = ipython.get_ipython() if ipython is not None else None
     return None if getattr(shell, "kernel", None) is None else shell.display_pub

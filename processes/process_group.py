@@ -1,4 +1,4 @@
-"""The process group. A process joins it in its first run and leaves it on exit; all of its strategies share it."""
+"""The process group. A process joins it in its first run and leaves it on exit, and all of its strategies share it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _alone: Any = None
 def join(
     cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device, init_method: str | None = None
 ) -> None:
-    """Join the cluster's process group, or create one for this process alone. Does nothing if a group exists."""
+    """Join the cluster's process group, or create a group for this process alone. Does nothing if a group exists."""
     global _alone
     if dist.is_initialized():
         return
@@ -46,7 +46,7 @@ def join(
 
 
 def leave() -> None:
-    """Leave the process group; called when the process exits.
+    """Leave the process group. Called when the process exits.
 
     Waits for gloo's worker threads first. Otherwise, the last owner of the group, such as a wrapped model's reducer,
     would join these threads while it holds the GIL, which a worker may need to release its tensors.
@@ -90,7 +90,7 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """Return the gloo group with this timeout, and the process group's hang watch.
+    """Return the gloo group that has this timeout, and the process group's hang watch.
 
     Every rank creates both in its first run.
     """
@@ -106,7 +106,7 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
 
 
 def _end_threads(watch: Watch) -> None:
-    """Stop the threads before the process exits, because a torch thread that still needs Python would abort it."""
+    """Stop the threads before the process exits, because torch threads that need Python later would abort it."""
     watch.close()
     wait_for_gloo()
 
@@ -114,12 +114,12 @@ def _end_threads(watch: Watch) -> None:
 def wait_for_gloo(seconds: float = 10.0) -> None:
     """Wait up to ``seconds`` for all of gloo's worker threads to be asleep and hold no Python object.
 
-    A gloo worker first reports that a collective is done, and then releases its tensors. To release tensors that
-    Python has seen, it needs the GIL. If Python exits at that moment, it kills the worker inside a C++ destructor,
-    which aborts the process: "terminate called without an active exception". Destroying a group does not stop its
+    A gloo worker first reports that a collective is done, and then releases its tensors. To release tensors that Python
+    has seen, the worker needs the GIL. If Python exits at that moment, it kills the worker inside a C++ destructor,
+    which aborts the process with "terminate called without an active exception". Destroying a group does not stop its
     workers while a strategy, a wrapped model or the user still holds the group.
 
-    A worker that is waiting for the GIL gets it while this function sleeps. A worker that stays asleep even then has
+    A worker that is waiting for the GIL gets it while this function sleeps. A worker that still does not wake up has
     nothing to do, or is waiting for another process. Only Linux lists threads; on other systems, this function returns
     quickly.
     """

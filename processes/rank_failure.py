@@ -1,7 +1,7 @@
 """Find out which process failed first, and report that failure.
 
-A process that fails takes the others down with it: they lose their connection a moment later and fail too. Therefore,
-each process writes its exception and the time to a file instead of printing it, and the launcher shows the first one.
+When a process fails, the others lose their connection to it a moment later and fail too. Therefore, each process writes
+its exception and the time to a file instead of printing them, and the launcher shows the first exception.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _registered = False
 def register_failure_hook() -> None:
     """Report this process's uncaught exception to its launcher, which prints only the first failure.
 
-    The process also exits when the launcher is killed. Does nothing in a process that Paceline did not start.
+    This also makes the process exit when its launcher is killed. Does nothing in a process that Paceline did not start.
     """
     global _registered
     agent = os.environ.get(LAUNCHED, "")
@@ -88,7 +88,7 @@ def write_failure(error: BaseException, file: Path) -> None:
 
 
 def note_crash(file: Path) -> None:
-    """Write all threads' stack traces to ``file`` if native code crashes, because that raises no Python exception.
+    """Make a crash in native code, which raises no Python exception, write all threads' stack traces to ``file``.
 
     This does not cover forks of this process, or programs that enable faulthandler themselves.
     """
@@ -155,13 +155,13 @@ def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
     """Stop this process if its launcher is killed, because the launcher can then no longer stop it.
 
     A thread checks once per second. It sends SIGTERM, so that a step can finish, and kills the process after the time
-    that torch elastic allows. Before the process group exists, there is no step to finish, and torch waits for the
-    other processes without letting threads run. During that time, the kernel kills the process if the launcher dies (on
-    Linux only).
+    that torch elastic allows. Until the process group exists, there is no step to finish, and torch waits for the other
+    processes without letting threads run. During that time, the kernel kills the process if the launcher dies (on Linux
+    only).
 
     Args:
         agent: process id of the launcher.
-        ask: whether to send SIGTERM first; False if the system sends a signal itself.
+        ask: whether to send SIGTERM first; False if the system itself sends a signal.
         child: whether ``agent`` is this process's parent.
     """
     ready = threading.Event()
@@ -193,7 +193,7 @@ def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
 
 
 def _when_parent_dies(number: int) -> None:
-    """Make Linux send this process a signal when its parent dies (0: no signal). Other threads keep their setting."""
+    """Make Linux send this process a signal when its parent dies (0 means none). Other threads keep their setting."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, number)
@@ -209,7 +209,7 @@ class Failure:
     Args:
         rank: rank of the process.
         exit_code: the process's exit status, or the negative number of the signal that killed it; None if unknown.
-        moment: time of the failure in nanoseconds since the epoch.
+        moment: time of the failure in nanoseconds since the Unix epoch.
         text: the traceback, or the stack traces if a signal killed the process; may be empty.
         summary: the traceback's last line; empty if the process raised no exception.
         interrupted: whether Ctrl-C stopped the process.
@@ -224,7 +224,7 @@ class Failure:
 
     @property
     def status(self) -> int:
-        """The exit status that a shell would show."""
+        """The exit status that a shell would report for the process."""
         if self.summary:
             return self.exit_code if self.exit_code is not None and self.exit_code > 0 else 1
         code = 1 if self.exit_code is None else self.exit_code
@@ -236,10 +236,10 @@ class Failure:
         if self.summary:
             return f"{who} failed (exit status {self.status}):\n{self.text.rstrip()}"
         if self.exit_code is None or self.exit_code >= 0:
-            return f"{who} failed (exit status {self.status}) without an exception; its output is above."
+            return f"{who} failed (exit status {self.status}) without an exception. Its output is above."
         killed = f"{who} was killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
         if self.text:
-            return f"{killed}, a crash in native code that was called here:\n{self.text.rstrip()}"
+            return f"{killed}, because native code crashed. It was called here:\n{self.text.rstrip()}"
         return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:
@@ -254,7 +254,7 @@ class Failure:
 
 
 def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] = ()) -> list[Failure]:
-    """Return the failures of all processes that failed, sorted so that the one that caused the others comes first.
+    """Return the failures of all processes that failed; the failure that caused the others comes first.
 
     Args:
         exits: torch elastic's ``ProcessFailure`` by rank.
@@ -305,9 +305,9 @@ def signal_name(number: int) -> str:
 def _why(number: int) -> str:
     if number == getattr(signal, "SIGKILL", 9):
         return (
-            ", probably by the system because memory ran out: check the system log, and use smaller batches or fewer "
+            ", probably by the system because memory ran out. Check the system log, and use smaller batches or fewer "
             "workers"
         )
     if number in (signal.SIGSEGV, signal.SIGABRT, getattr(signal, "SIGBUS", 7)):
-        return ", a crash in native code: PYTHONFAULTHANDLER=1 shows where"
+        return ", which means that native code crashed. Set PYTHONFAULTHANDLER=1 to see where"
     return ""

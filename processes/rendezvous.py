@@ -1,4 +1,4 @@
-"""Torch elastic's static rendezvous of several machines at a fixed address, changed so that machine 0 leaves last."""
+"""Torch elastic's static rendezvous, at which several machines meet at a fixed address; here, machine 0 leaves last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAVING = timedelta(seconds=5)
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """Torch's rendezvous, except that machine 0 leaves last, because other machines may still be using its store."""
+    """Torch's static rendezvous, except that machine 0 leaves last, because others may still be using its store."""
 
     def get_backend(self) -> str:
         return _NAME
@@ -34,7 +34,7 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def create(parameters: RendezvousParameters) -> Rendezvous:
-    """Create the rendezvous for torch elastic. It takes the same parameters as torch's ``static`` rendezvous."""
+    """Create the rendezvous for torch elastic, from the same parameters as torch's ``static`` rendezvous."""
     address, _, port = parameters.endpoint.rpartition(":")
     rank, timeout = (parameters.get_as_int(name) for name in ("rank", "timeout"))
     return Rendezvous(address, int(port), rank or 0, parameters.max_nodes, parameters.run_id, timeout or 900)

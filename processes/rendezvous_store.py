@@ -1,4 +1,4 @@
-"""The store through which the processes of one launch attempt find each other, without leftovers from an earlier one.
+"""The store through which the processes of one launch attempt find each other, free of an earlier attempt's data.
 
 When torchrun restarts the processes after a failure, its agent keeps the store, including the addresses that the dead
 processes wrote. A rank that starts early would read these addresses and try to connect to a dead process. No variable
@@ -30,7 +30,7 @@ def shared_store(cluster: Cluster, timeout: timedelta) -> Any:
     """Return torchrun's store with a prefix for this attempt; None if torchrun keeps no store across attempts.
 
     Raises:
-        RuntimeError: other ranks did not start within ``timeout``; the message names them.
+        RuntimeError: other ranks did not start within ``timeout``; the message lists these ranks.
     """
     if os.environ.get(_SHARED) != "True" or cluster.name != "torchrun":
         return None

@@ -1,6 +1,6 @@
 """Seed all random number generators, and save and restore their states.
 
-numpy is included only if it is already imported. Torch imports numpy if it was built with numpy and numpy is installed.
+numpy is included only if it is already imported. Torch imports it if torch was built with numpy and numpy is installed.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed Python's ``random``, numpy and torch (all devices); processes started later inherit the seed.
 
     numpy is seeded, and its state is saved in checkpoints, only if it is imported before this call. ``import torch``
-    imports it, unless torch was built without numpy. In that case, import numpy at the top of the script. If it is
+    imports numpy, unless torch was built without it. In that case, import numpy at the top of the script. If numpy is
     first imported during the run, it draws different numbers each time.
 
     Args:
         seed: a number from 0 to 4294967295; if None, the environment variable ``PACELINE_GLOBAL_SEED`` or
             ``PL_GLOBAL_SEED`` is used, or else 0.
-        workers: also seed data loader workers by rank. Within one process, torch already gives every worker its own
-            seed for ``random``, numpy and torch, derived from ``seed``.
-        verbose: print the seed.
+        workers: whether to seed data loader workers by rank too. Within one process, torch already gives every worker
+            its own seed for ``random``, numpy and torch, derived from ``seed``.
+        verbose: whether to print the seed.
 
     Returns:
         The seed that was set.
@@ -88,8 +88,8 @@ def _valid_seed(seed: Any, said: str) -> int:
 def random_states() -> dict[str, Any]:
     """Return the state of every random number generator in use, as plain data and tensors.
 
-    ``torch`` is a tensor of shape (n,), uint8, on the CPU. Each kind of device in use has an entry under its name:
-    ``mps`` is one such tensor, and any other kind has one tensor per device. Reading the states may wait for the
+    ``torch`` is a tensor of shape (n,), uint8, on the CPU. Each kind of device in use has an entry under its name: the
+    entry ``mps`` is one such tensor, and any other entry has one tensor per device. Reading the states may wait for the
     devices.
     """
     states = host_random_states()
@@ -111,7 +111,7 @@ def host_random_states() -> dict[str, Any]:
 
 
 def numpy_random() -> Any:
-    """Return ``numpy.random`` if numpy is imported (it loads this module on first use); None otherwise."""
+    """Return ``numpy.random`` if numpy is imported (numpy loads this module on first use); None otherwise."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random
 
@@ -152,9 +152,9 @@ def set_random_states(states: dict[str, Any]) -> None:
     missing += [name for name in states if name not in _HOST and not kind_of(name).set_random_states(states[name])]
     if missing:
         messages.warn_once(
-            f"The RNG state of {messages.names(missing, last='and')} was saved but could not be restored (numpy is "
-            "not imported, or the devices differ), so the random numbers will differ from the saved run's. Import "
-            "numpy before fit, or use the same number of devices.",
+            f"The RNG state of {messages.names(missing, last='and')} was saved but cannot be restored (because numpy "
+            "is not imported, or the devices differ), so the random numbers will differ from those of the saved run. "
+            "Import numpy before fit, or use the same number of devices.",
             key=_DIFFER,
         )
 
@@ -169,8 +169,8 @@ def warn_of_other_device(saved: str | None, present: str) -> None:
     if saved not in (None, present):
         messages.warn_once(
             f"The saved run used the device {saved!r}, but this run uses {present!r}. Each kind of device generates "
-            f"its own random numbers, so they will differ from the saved run's. Resume on {saved!r} to get the same "
-            "numbers.",
+            f"its own random numbers, so the numbers will differ from those of the saved run. Resume on {saved!r} to "
+            "get the same numbers.",
             key=_DIFFER,
         )
 
@@ -195,8 +195,8 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 class PrivateRandomness:
     """Private RNG states (Python, numpy, torch on the CPU), active inside ``with``.
 
-    The context can be entered many times, and continues where it left off. Numbers drawn inside it depend only on the
-    seed and on earlier draws inside it; the states outside do not change.
+    The context can be entered several times, and each time, the states continue where they left off. Numbers drawn
+    inside it depend only on the seed and on earlier draws inside it; the states outside do not change.
     """
 
     def __init__(self, seed: int) -> None:

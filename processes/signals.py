@@ -22,7 +22,7 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def check_signals(given: Any) -> dict[int, str | None]:
-    """Check the ``Trainer(signals=...)`` argument and return its actions by signal number.
+    """Check the ``Trainer(signals=...)`` argument and return the actions by signal number.
 
     Raises:
         ValueError: a signal or an action is unknown, or no program can catch the signal.
@@ -37,7 +37,7 @@ def check_signals(given: Any) -> dict[int, str | None]:
     for name, action in given.items():
         if action not in (*ACTIONS, None):
             text = messages.unknown(f"Trainer(signals={{{name!r}: ...}}) action", str(action), ACTIONS)
-            raise ValueError(f"{text} Pass None to leave the signal alone.")
+            raise ValueError(f"{text} Pass None as the action to leave the signal alone.")
         found[_number(name)] = action
     return found
 
@@ -73,9 +73,10 @@ def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
     """Context manager that records the first of the ``wanted`` signals in ``state.signum``.
 
     The user's own handlers are called too, and restored on exit. A second Ctrl-C interrupts immediately, and so does
-    the first one if no step is running (during data preparation, or while a file is read). Even then, a checkpoint that
-    the first Ctrl-C triggered is completed. A signal that arrives too late for the loop to act on it is raised again
-    for the previous handler. Outside the main thread, this does nothing, because Python delivers no signals there.
+    the first one if no step is running (during data preparation, or while a file is read). If the first Ctrl-C
+    triggered a checkpoint, that checkpoint is completed even after a second one. A signal that arrives too late for the
+    loop to act on it is raised again for the previous handler. Outside the main thread, this does nothing, because
+    Python delivers no signals there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -113,5 +114,5 @@ def _put_back(before: Mapping[int, Any], ours: Callable[..., Any]) -> None:
 
 
 def interruption(signum: int) -> BaseException:
-    """Return the exception to raise for a signal once the step is finished."""
+    """Return the exception to raise for a signal once the current step is finished."""
     return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)

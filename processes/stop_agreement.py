@@ -1,8 +1,8 @@
-"""Agree on the step boundary where all ranks stop after a signal, a time limit or a callback stops one of them.
+"""Agree on the step boundary at which all ranks stop when a signal, a time limit or a callback stops one of them.
 
-Until a rank requests a stop, the ranks exchange nothing. They then use the process group's store, never a collective.
-Each rank replies once with the first boundary at which it can stop, and all ranks stop at the latest of these
-boundaries.
+Until a rank requests a stop, the ranks exchange nothing. After that, they use the process group's store, never a
+collective. Each rank replies once with the first boundary at which it can stop, and all ranks stop at the latest of
+these boundaries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunProgress(Protocol):
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a run stops; the same on all ranks.
+    """The boundary at which a run stops, and why; the same on all ranks.
 
     Attributes:
         boundary: the number of the boundary, counted from 1.
@@ -53,14 +53,14 @@ class StopVote:
 
     The following explains why all ranks stop at the same boundary S and why no rank waits forever. At boundary n, the
     main thread reads ``run.stop_requested``, writes ``run.boundaries = n`` and reads ``run.stop_requested`` again. If
-    it is set, the main thread replies with n and waits there for all replies. The listening thread sets
+    the flag is set, the main thread replies with n and waits there for all replies. The listening thread sets
     ``run.stop_requested``, then reads ``run.boundaries`` and replies with ``run.boundaries + 1``. Each rank replies
-    once, and S is the largest reply. If a main thread passed n without seeing ``run.stop_requested``, it read
-    ``run.stop_requested`` before it was set. So ``run.boundaries`` was at least n when the listening thread read it,
-    and S is larger than n. A waiting rank waits only for replies, and the other ranks' listening threads reply even
-    while their main threads wait for this rank in a collective. If all main threads request a stop at the same
-    boundary, each has seen its own request before it writes ``run.boundaries``: every reply is that boundary or an
-    earlier one, and they stop exactly there.
+    once, and S is the largest reply. If a main thread passed n without seeing ``run.stop_requested``, it read the flag
+    before the flag was set. So ``run.boundaries`` was at least n when the listening thread read it, and S is larger
+    than n. A waiting rank waits only for replies, and the other ranks' listening threads reply even while their main
+    threads wait for this rank in a collective. If all main threads request a stop at the same boundary, each has seen
+    its own request before it writes ``run.boundaries``: every reply is that boundary or an earlier one, and all ranks
+    stop exactly there.
 
     Args:
         run: the state that this rank's two threads share.
@@ -86,7 +86,7 @@ class StopVote:
             self._answer(self.run.boundaries + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """Decide where to stop. If no rank has requested a stop yet, this rank does so first.
+        """Decide where to stop. If no rank has requested a stop yet, this rank first requests one.
 
         The main thread calls this at a boundary. ``signum`` is the signal that this rank received, or 0; ``wants`` says
         whether this rank wants to end the training.
@@ -109,7 +109,7 @@ class StopVote:
     def _answers(self) -> list[tuple[int, int, bool]]:
         """Return the replies of all ranks.
 
-        This polls the store, because ``store.wait`` would keep the other thread from replying.
+        This method polls the store, because ``store.wait`` would keep the listening thread from replying.
         """
         keys = [str(rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + ANSWER_SECONDS, 0.001
@@ -118,8 +118,8 @@ class StopVote:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
                     f"Rank {self.rank} asked the other ranks to stop, but got no reply from {missing} within "
-                    f"{ANSWER_SECONDS:.0f} s. A rank that does not reply has exited, or native code holds its GIL. "
-                    "Check its output."
+                    f"{ANSWER_SECONDS:.0f} s. A rank that does not reply has exited, or native code is holding its "
+                    "GIL. Check the output of each rank that did not reply."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)

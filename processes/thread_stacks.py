@@ -11,7 +11,7 @@ OURS = "paceline-"
 
 
 def stacks() -> str:
-    """Return the stack traces of all threads as text, main thread first; each trace ends with its innermost line."""
+    """Return all threads' stack traces as text, the main thread's first; each trace ends with its innermost line."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = []

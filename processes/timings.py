@@ -1,6 +1,6 @@
 """Time the phases of a run. If PACELINE_DEBUG is set, rank 0 prints the times when the process ends.
 
-A phase is long, such as setup, a fit, a validation or a save. Nothing in this file is called for every batch.
+A phase is a long part of a run, such as setup, a fit, a validation or a save. Nothing here is called for every batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def text() -> str:
-    """Return a table of the phases so far, with each phase's time in seconds and number of runs."""
+    """Return a table of the phases so far, with the seconds spent in each phase and the number of times that it ran."""
     now = time.perf_counter()
     started = os.environ.get(STARTED)
     before = max(0.0, time.time() - float(started) - (now - _begin)) if started else 0.0

@@ -33,7 +33,7 @@ class RendezvousPoint:
 
     Args:
         port: 0 picks a free port, which works only on a single machine.
-        names: the user's names for address, port and node rank, for error messages.
+        names: what the user calls the address, the port and the node rank, for error messages.
     """
 
     num_nodes: int = 1
@@ -52,14 +52,14 @@ class ElasticOptions:
         monitor_interval: seconds between checks of the processes.
         log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; if None, no files are
             written.
-        tee: streams to show in addition to writing them to ``log_dir``: ``"1"`` for output, ``"2"`` for errors,
-            ``"3"`` for both, ``"0"`` for none, or by local rank, such as ``"0:1,1:2"``.
+        tee: the streams to show and also write to ``log_dir``: ``"1"`` for standard output, ``"2"`` for standard error,
+            ``"3"`` for both, ``"0"`` for none, or a value per local rank, such as ``"0:1,1:2"``.
         role: name of the processes in the lines that ``tee`` shows.
-        rdzv_backend: the rendezvous of several machines: ``"static"``, or ``"c10d"``, which can restart with different
-            machines.
+        rdzv_backend: the rendezvous method of several machines: ``"static"``, or ``"c10d"``, with which a run can
+            restart on different machines.
         rdzv_conf: settings of the rendezvous.
-        quiet: hide torch elastic's own log.
-        serving: called with the rendezvous port of a single machine.
+        quiet: whether to hide torch elastic's own log.
+        serving: function that is called with the rendezvous port of a single machine.
     """
 
     max_restarts: int = 0
@@ -122,10 +122,10 @@ def launch(
 
 
 def serve(store: Any, address: str, port: int) -> Any:
-    """Start a store server at ``port``; 0 picks a free port.
+    """Start a store server on ``port``; 0 picks a free port.
 
-    A free port can be unusable for two reasons: the system gave it to two programs at the same time, or torch still has
-    an entry for an earlier server of this process at that port. In both cases, another free port is tried.
+    A free port can be unusable for two reasons: the system gave the port to two programs at the same time, or torch
+    still has an entry for an earlier server of this process on that port. In both cases, another free port is tried.
     """
     for _ in range(0 if port else _ATTEMPTS):
         try:
@@ -182,7 +182,7 @@ def is_ignored(number: int) -> bool:
 def numa_of(devices_kind: str, numa: bool) -> Any:
     """Return options that bind processes to their GPUs' NUMA nodes; None if ``numa`` is False.
 
-    If binding is impossible, this prints a message and returns None.
+    If binding is impossible, this function prints a message and returns None.
     """
     if not numa:
         return None
@@ -217,7 +217,7 @@ def signals_restored(handler: Callable[[int, Any], None] | None = None) -> Itera
     """Context manager that restores signal handlers on exit, because torch elastic replaces some of them.
 
     Args:
-        handler: called for signals that would otherwise end this process silently.
+        handler: function that is called for signals that would otherwise end this process silently.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -257,12 +257,12 @@ def _cannot_meet(error: Exception, place: RendezvousPoint) -> OSError:
         others = "" if place.num_nodes > 1 else f", or omit {port} to use a free one"
         return OSError(
             errno.EADDRINUSE,
-            f"Port {place.port} ({port}) is in use by another program on this machine, so the processes cannot use "
-            f"it. Set {port} to a free port{others}",
+            f"Port {place.port} ({port}) is already in use on this machine, so the processes cannot use it. Set "
+            f"{port} to a free port{others}",
         )
     return OSError(
         f"The machines could not find each other at {where} ({address}:{port}): this machine has "
         f"{node}={place.node_rank}, and there are {place.num_nodes} machines in total. Start the same command on all "
-        "machines within 15 minutes, with an address of machine 0 that the others can reach and a port that no "
-        f"firewall blocks. ({str(error).splitlines()[0]})"
+        "machines within 15 minutes, with an address of machine 0 that the other machines can reach and a port that "
+        f"no firewall blocks. ({str(error).splitlines()[0]})"
     )

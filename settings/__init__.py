@@ -1,6 +1,6 @@
-"""Resolve settings from code, launch flags, environment variables, a file, and defaults, in this order.
+"""Resolve settings from code, launch flags, environment variables, a file, and defaults, in this order of priority.
 
-``resolve`` returns the values in use and the origin of each. This package does not import torch.
+``resolve`` returns the value of each setting and where it comes from. This package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Constructors that suggest the right name for an unknown argument."""
+"""Make constructors suggest a valid name for an unknown argument."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Constructor = Callable[Concatenate[Any, P], None]
 
 
 def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor[P]], Constructor[P]]:
-    """Decorator for ``__init__`` that raises an error for an unknown argument and suggests the right one.
+    """Decorator for ``__init__`` that raises an error for an unknown argument and suggests a valid name.
 
-    ``moved`` maps arguments of other libraries to their replacements.
+    ``moved`` maps argument names of other libraries to their replacements in Paceline.
     """
 
     def decorate(init: Constructor[P]) -> Constructor[P]:

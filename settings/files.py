@@ -1,4 +1,4 @@
-"""Configuration files: find the one to use, read it, and write one."""
+"""Find, read and write configuration files."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ConfigFile:
     """The contents of a configuration file.
 
     Attributes:
-        path: the file.
-        values: values by setting name, leaving out empty ones.
+        path: the file's path.
+        values: the values that are not empty, by setting name.
         keys: the file's key for each setting in ``values``.
-        unused: keys of Accelerate that have no meaning in Paceline.
+        unused: the file's keys that only Accelerate uses.
     """
 
     path: str
@@ -61,23 +61,23 @@ class ConfigFile:
 
 
 def own_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the user's own file, which ``paceline config`` writes."""
+    """Return the path of the user's own configuration file, which ``paceline config`` writes."""
     return Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "paceline" / "config.yaml"
 
 
 def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the file that ``accelerate config`` writes."""
+    """Return the path of the configuration file that ``accelerate config`` writes."""
     cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(environment.get("HF_HOME") or cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file that PACELINE_CONFIG_FILE names or, if it is not set, the first existing file.
+    """Return the file that PACELINE_CONFIG_FILE refers to or, if the variable is not set, the first file that exists.
 
-    The files are searched in this order: the working directory's file, the user's own file, Accelerate's file.
+    Files are tried in this order: the working directory's file, the user's own file, Accelerate's file.
 
     Raises:
-        FileNotFoundError: the file that PACELINE_CONFIG_FILE names does not exist.
+        FileNotFoundError: the file that PACELINE_CONFIG_FILE refers to does not exist.
     """
     named = environment.get(CONFIG_VARIABLE)
     if named:
@@ -108,12 +108,12 @@ def _existing(path: Path, who: str) -> Path:
 
 
 def read_file(path: str | os.PathLike[str]) -> ConfigFile:
-    """Read a configuration file of Paceline or Accelerate.
+    """Read a configuration file that was written for Paceline or Accelerate.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the file is not in the format that its suffix indicates, or it has an unknown key, two keys for one
-            setting, an invalid value, or a setting that Paceline does not support.
+            setting, an invalid value, or a value that Paceline does not support.
     """
     place = _existing(Path(path).expanduser(), "The configuration path")
     found = ConfigFile(str(place))
@@ -129,10 +129,10 @@ def read_file(path: str | os.PathLike[str]) -> ConfigFile:
 
 
 def load(path: Path) -> Any:
-    """Return a file's content as plain data.
+    """Return a configuration file's content as plain data.
 
     Raises:
-        ValueError: the file is not in the format of its suffix.
+        ValueError: the file is not in the format that its suffix indicates.
     """
     suffix = _suffix(path)
     try:
@@ -165,7 +165,7 @@ def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
-    """Return the settings that a key of a file sets, with their values."""
+    """Return the settings that a key in a configuration file sets, with their values."""
     section, _, inner = key.rpartition(".")
     prefixed = f"{section}.{section.removesuffix('_config')}_{inner}"  # the form of the key in older files
     name = _KEYS.get(key) or _KEYS.get(prefixed)
@@ -235,7 +235,7 @@ _PARSERS = {".yaml": _yaml, ".yml": _yaml, ".json": json.loads, ".toml": _toml}
 
 
 def write_file(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
-    """Write settings atomically, in the format that the file's suffix indicates. Create the folder if needed."""
+    """Write settings atomically, in the format that the file's suffix indicates. Create the file's folder if needed."""
     place = Path(path).expanduser()
     text = _WRITERS[_suffix(place)](dict(values))
     place.parent.mkdir(parents=True, exist_ok=True)

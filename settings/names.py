@@ -1,4 +1,4 @@
-"""The table of settings: names, accepted values, defaults, variables and keys."""
+"""The table of settings: their names, accepted values, defaults, environment variables and keys in files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Setting:
     """One setting.
 
     Attributes:
-        name: its name in code, as a flag and in a file.
+        name: the setting's name in code, as a flag and in a file.
         parse: returns the parsed value, or raises a ValueError whose text completes a sentence about the value.
         default: its value if it is not set; None if there is no default, or if the default is determined where it is
             used.
@@ -95,7 +95,7 @@ def _number(name: str, help: str, default: float | None = None, **more: Any) -> 
 
 
 def _of(group: str, section: str, prefix: str, *settings: Setting) -> list[Setting]:
-    """Add Accelerate's keys (in a section of its files) and prefixed variables to the settings of a group."""
+    """Add Accelerate's keys (in a section of its files) and its prefixed variables to the settings of a group."""
     made = []
     for one in settings:
         variables = one.variables or ((prefix + one.name.removeprefix(group + "_").upper(),) if prefix else ())
@@ -160,11 +160,13 @@ _LAUNCH = _of(
     "",
     _switch("multi_gpu", "one process for each GPU"),
     _switch("tpu", "one process for each TPU"),
-    _count("num_processes", "processes on all machines; by default one for each GPU or TPU, else one", least=1),
+    _count(
+        "num_processes", "number of processes on all machines; by default, one per GPU or TPU, or else one", least=1
+    ),
     _count("num_machines", "number of machines", 1, least=1),
     _count("machine_rank", "index of this machine, from 0", 0),
     _text("main_process_ip", "the address of machine 0"),
-    _count("main_process_port", "the port of machine 0; by default, or if 0, a free one", most=65535),
+    _count("main_process_port", "the port of machine 0; if 0 or not set, a free port is chosen", most=65535),
     _text("gpu_ids", "comma-separated ids of the GPUs to use, or all"),
     _count("num_cpu_threads_per_process", "CPU threads per process (OMP_NUM_THREADS)", least=1),
     _switch(
@@ -331,7 +333,7 @@ _DATA = _of(
     _truth("split_batches", "split each batch of a loader into one part per process"),
     _truth("dispatch_batches", "process 0 reads the data and sends it to the others", None),
     _truth("even_batches", "give every process the same number of batches", True),
-    _truth("use_seedable_sampler", "no effect: the order always depends only on seed and epoch", True),
+    _truth("use_seedable_sampler", "has no effect, because the order depends only on the seed and the epoch", True),
     _count("data_seed", "the seed for the order of the data; by default the run's seed"),
     _truth("non_blocking", "copy batches to the device without waiting"),
     _truth("use_stateful_dataloader", "read iterable datasets with torchdata's StatefulDataLoader"),

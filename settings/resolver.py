@@ -53,10 +53,10 @@ class _Candidate(NamedTuple):
 
 
 class Settings(Mapping[str, Any]):
-    """The resolved settings, by name.
+    """The resolved values of the settings, by name.
 
     Attributes:
-        file: the file that was read, or None.
+        file: the path of the configuration file that was read, or None.
     """
 
     def __init__(self, chosen: Mapping[str, _Candidate], file: str | None) -> None:
@@ -125,9 +125,10 @@ def resolve(
     Args:
         code: values from the program, by setting name; a :class:`Given` also records the value's source.
         flags: values from a launcher's command line.
-        config_file: the file to read; None searches the environment, the current folder and the user's folder.
-        environment: environment variables; if None, those of this process.
-        door: the class that ``code`` was passed to, for messages.
+        config_file: the file to read; if None, it is searched for in the environment, the current folder and the user's
+            folder.
+        environment: the environment variables; None means those of this process.
+        door: the class to which ``code`` was passed, for messages.
         late_variables: values from other variables, with lower priority than the settings' own variables.
 
     Raises:
@@ -178,7 +179,7 @@ def _candidates(
     file: ConfigFile | None,
     door: str,
 ) -> Iterator[_Candidate]:
-    """Yield the values that the sources have for a setting, highest priority first."""
+    """Yield the values that the sources provide for a setting, highest priority first."""
     given = code.get(one.name)
     if isinstance(given, Given):
         if given.value is not None:
@@ -206,7 +207,7 @@ def _candidates(
 
 
 def _report(name: str, found: Iterable[_Candidate], of_code_only: bool) -> None:
-    """Print once that two sources contradict each other. A launcher has already reported conflicts with its flags."""
+    """Print once that two sources set a setting differently. A launcher has already reported conflicts with flags."""
     first, *others = found
     if of_code_only and first.origin.place != "code":
         return
@@ -217,7 +218,7 @@ def _report(name: str, found: Iterable[_Candidate], of_code_only: bool) -> None:
 
 
 def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:
-    """Return a setting's value; None if the setting was left at its default."""
+    """Return a setting's value, or None if the setting was left at its default."""
     if settings is None:
         return None
     is_set = getattr(settings, "is_set", None)
@@ -233,7 +234,7 @@ def fill(one: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -
 def hand_over(settings: Settings) -> dict[str, str]:
     """Return the environment variables that pass a launcher's settings to its processes.
 
-    They contain the file's path and the value of every flag, and list the variables that come from flags.
+    The variables contain the configuration file's path and every flag's value, and list which of them come from flags.
     """
     flags = [row for row in settings.table() if row.place == "flag"]
     return {

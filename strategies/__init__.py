@@ -1,4 +1,4 @@
-"""Strategies: where tensors live and how processes communicate. Files that need torch are imported on first use."""
+"""Strategies, which decide where tensors live and how processes communicate. Classes are imported on first use."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ class Strategy(Placement, Communication, State):
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Make this process's device current and join the process group. Called once per run in every process."""
+        """Make this process's device current and join the process group. Called in every process, once per run."""
         if warning := untried():
             messages.warn_once(warning)
         kind_of(self.device).make_current(self.device)
 
     def for_another_module(self) -> Self:
-        """Return a strategy for another module, with the same processes, device and precision.
+        """Return a strategy for another module, with the same processes, device and precision as this one.
 
         Every rank must call this, on a strategy that is already set up and has no module of its own.
         """
@@ -82,21 +82,21 @@ class Strategy(Placement, Communication, State):
         if not single or (spread is not module and self.device.type != "cpu"):
             raise RuntimeError(
                 f"{name} was dispatched by a device map (dispatch_model or load_checkpoint_and_dispatch). A "
-                f"dispatched model can only run in a single process that does not move it, but {type(self).__name__} "
-                f"has world size {self.world_size} and moves models to {self.device}. To shard the model for "
-                "training, build it under init_empty_weights and load it with load_checkpoint_in_model under "
-                "strategy='fsdp'."
+                "dispatched model must stay on its devices and can only run in a single process, but "
+                f"{type(self).__name__} has world size {self.world_size} and moves models to {self.device}. To shard "
+                "the model for training, build it under init_empty_weights and load it with load_checkpoint_in_model "
+                "under strategy='fsdp'."
             )
         self.precision.convert_module(module)  # raises if it would change the dtype of a dispatched model
         prepare_quantized(module)
         messages.info_once(
             f"{name} stays on the devices of its device map. Trainable weights stay in memory, even if they exceed "
-            "max_memory. To train a model that does not fit, use strategy='fsdp'."
+            "max_memory. To train a model that does not fit in memory, use strategy='fsdp'."
         )
         return False
 
     def settle_weights(self, module: nn.Module, required: bool = True) -> None:
-        """Load deferred weights (see :mod:`.big_model.deferred_weights`), except those loaded from a checkpoint.
+        """Load deferred weights (see :mod:`.big_model.deferred_weights`), except those that a checkpoint has replaced.
 
         Every process must call this, after the module is set up and any checkpoint is loaded. If ``required``, a tensor
         that still has no values raises a RuntimeError.
@@ -114,7 +114,7 @@ class Strategy(Placement, Communication, State):
         """Release the strategy's resources. Called once per run, even after an error."""
 
     def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
-        """Wrap the methods in ``timed`` with a profiler's ``around`` for one run; None unwraps them."""
+        """Wrap the methods listed in ``timed`` with a profiler's ``around`` for one run; None unwraps them."""
         for name in self.timed:
             if around is None:
                 vars(self).pop(name, None)
@@ -124,14 +124,14 @@ class Strategy(Placement, Communication, State):
     # ---- communication of gradients ----------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Set whether the next backward pass communicates gradients; only the last one in a window must."""
+        """Set whether the next backward pass communicates gradients; only a window's last backward pass must do so."""
 
     def sync_next_backward(self) -> None:
         """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""
         self.sync_gradients(True)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
-        """Reduce accumulated gradients that no later backward pass will reduce."""
+        """Reduce the accumulated gradients that no later backward pass will reduce."""
 
     def left_gradients(self) -> bool:
         """Return True if the last backward pass did not communicate its gradients but should have.
@@ -159,8 +159,9 @@ class Strategy(Placement, Communication, State):
     def _needs_whole_model(self, what: str) -> None:
         if self.communicates_gradients:
             raise NotImplementedError(
-                f"{type(self).__name__} does not support {what}: each process holds only part of the model and needs "
-                "the other processes in every step. Use strategy='ddp', where each process holds the whole model."
+                f"{type(self).__name__} does not support {what}, because each process holds only part of the model "
+                "and needs the other processes in every step. Use strategy='ddp', where each process holds the whole "
+                "model."
             )
 
     def measure_communication(self) -> None:
@@ -171,14 +172,14 @@ class Strategy(Placement, Communication, State):
 
         Returns:
             A dict with ``all``, ``exposed`` (the part that did not overlap with backward) and the number of ``steps``;
-            None if this was not measured.
+            None if the communication was not measured.
         """
         return None
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        """Scale the loss, shape (), if fp16 requires scaling, then run backward on it.
+        """Scale the loss, of shape (), if fp16 requires scaling, then run backward on it.
 
         This calls ``how(loss)``, or ``loss.backward()`` if ``how`` is None.
         """
@@ -194,8 +195,8 @@ class Strategy(Placement, Communication, State):
     ) -> AbstractContextManager[Any]:
         """Context manager in which tensors hold this process's part of each sequence, and attention covers all parts.
 
-        By default, this changes nothing, because every process has the full sequences. ``dims`` lists the sequence
-        dimension of each tensor. Tensors in ``unrestored`` are not restored afterwards.
+        In this base class, it changes nothing, because every process has the full sequences. ``dims`` lists the
+        sequence dimension of each tensor. Tensors in ``unrestored`` are not restored afterwards.
         """
         return nullcontext()
 
@@ -213,7 +214,7 @@ class Strategy(Placement, Communication, State):
             multiply_each_(grads, factor)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by fp16's loss scale; a second call before the step does nothing."""
+        """Divide the gradients by fp16's loss scale; a second call before the optimizer step does nothing."""
         self.precision.unscale_gradients(optimizer)
 
     def finish_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:

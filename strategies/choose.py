@@ -1,4 +1,4 @@
-"""Create a Strategy from names, options and settings. Errors about strategies, devices and nodes are raised here."""
+"""Create a Strategy from names, options and settings, and raise errors about invalid strategies, devices and nodes."""
 
 from __future__ import annotations
 
@@ -132,10 +132,10 @@ def choose_strategy(
         devices: how many devices to use on this machine, or which ones.
         num_nodes: number of machines.
         precision: a name or a Precision.
-        plugins: a Precision, or a list with one.
+        plugins: a Precision, or a list that contains one.
         options: arguments for a strategy that is chosen by name; with ``"auto"``, they also determine which strategy
             is chosen.
-        environment: how a process learns its rank from the launcher; detected automatically if None.
+        environment: the ClusterEnvironment that tells a process its rank; detected automatically if None.
 
     Raises:
         ValueError: a name is unknown, or two arguments contradict each other.
@@ -182,13 +182,13 @@ def choose_strategy(
 
 
 def _told(environment: ClusterEnvironment, accelerator: Any, devices: Any, num_nodes: int) -> Cluster | None:
-    """Return this process's cluster, as described by the ClusterEnvironment that the user passed."""
+    """Return the cluster that this process belongs to, as described by the ClusterEnvironment that the user passed."""
     number = environment.world_size() // num_nodes if devices == "auto" else devices
     return environment.cluster(len(find_devices(number, find_kind(accelerator))), num_nodes)
 
 
 def strategy_in(settings: Settings) -> Strategy | str:
-    """Return the unplaced strategy for ``use_fsdp`` and similar settings; ``"auto"`` if none of them is set."""
+    """Return the strategy, without a device, for settings such as ``use_fsdp``; ``"auto"`` if none of them is set."""
     options, cluster = options_in(settings), find_cluster()
     if cluster is not None:
         options.check_size(cluster.world_size)
@@ -197,13 +197,13 @@ def strategy_in(settings: Settings) -> Strategy | str:
 
 
 def named(name: str, precision: Precision | None = None, **options: Any) -> DistributedStrategy:
-    """Return the unplaced strategy with this name in :data:`SEVERAL`; ``options`` override its default arguments."""
+    """Return the strategy of this name in :data:`SEVERAL`, without a device; ``options`` override its defaults."""
     file, kind, arguments = SEVERAL[name]
     return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **{**arguments, **options})
 
 
 def _name_for(name: str, options: Options) -> str:
-    """Return the name of the strategy that fits both the given name and the options."""
+    """Return the name of the strategy that satisfies both the given name and the options."""
     wanted = options.wanted
     if name == "auto":
         return wanted or "auto"
@@ -227,8 +227,8 @@ def _by_name(
     if made is SingleDevice and several:
         if name != "auto":
             raise ValueError(
-                f"Trainer: strategy={name!r}, devices={devices!r} and num_nodes={num_nodes} contradict each other: "
-                "this strategy uses one device. Leave one of them out."
+                f"Trainer: strategy={name!r}, devices={devices!r} and num_nodes={num_nodes} contradict each other, "
+                "because this strategy uses one device. Leave one of them out."
             )
         made = _make("ddp", precision, options)
     if isinstance(made, DistributedStrategy):
@@ -237,13 +237,14 @@ def _by_name(
     if len(found) > 1 or num_nodes > 1:
         raise ValueError(
             f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {made} runs in a single "
-            "process. Derive it from paceline.strategies.DistributedStrategy, or leave devices and num_nodes out."
+            "process. Derive your class from paceline.strategies.DistributedStrategy, or leave devices and num_nodes "
+            "out."
         )
     return _checked(made(found[0], precision), made)
 
 
 def _make(strategy: str, precision: Precision, options: Options) -> Any:
-    """Return an unplaced DistributedStrategy, or a function that creates a strategy from a device and a precision."""
+    """Return a DistributedStrategy without a device, or a function that creates one from a device and a precision."""
     if strategy in ("auto", *SingleDevice.names):
         return SingleDevice
     if strategy in SEVERAL:
@@ -257,8 +258,8 @@ def _make(strategy: str, precision: Precision, options: Options) -> Any:
         return made
     if strategy == "dp":
         raise ValueError(
-            "Trainer(strategy='dp') is not supported: DataParallel copies the model in every step, which is slower "
-            "than one process per device. Use strategy='ddp'."
+            "Trainer(strategy='dp') is not supported, because DataParallel copies the model in every step, which is "
+            "slower than using one process per device. Use strategy='ddp'."
         )
     if "xla" in strategy or "tpu" in strategy:
         raise ValueError(
@@ -284,7 +285,7 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
         if len(found) != started and devices != -1:
             raise ValueError(
                 f"Trainer(devices={devices!r}) needs one process per device on this machine ({len(found)} in total), "
-                f"but {cluster.name} started {started}. Leave devices out, or start {len(found)}."
+                f"but {cluster.name} started {started}. Leave devices out, or start one process per device."
             )
         return found
     present = kind_of(kind).count()
@@ -317,13 +318,13 @@ def _refuse_machines(num_nodes: int, strategy: DistributedStrategy, name: str) -
     )
     raise ValueError(
         f"Trainer(num_nodes={num_nodes}) asks for {num_nodes} machines, but {said} starts all processes on this "
-        f"machine. Run the same script on each machine with {instead}, or start it on each with torchrun or "
-        "`paceline launch`."
+        f"machine. Run the same script on each machine with {instead}, or start the script on each machine with "
+        "torchrun or `paceline launch`."
     )
 
 
 def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
-    """Raise if a launcher started several processes, because each would train alone and write the same files."""
+    """Raise if a launcher started several processes, because all of them would train alone and write the same files."""
     if cluster is not None and cluster.world_size > 1:
         raise RuntimeError(
             f"{cluster.name} started {cluster.world_size} processes (this is rank {cluster.rank}), but "
@@ -334,7 +335,7 @@ def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
 
 
 def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -> None:
-    """Raise if other arguments contradict a Strategy object."""
+    """Raise if other arguments contradict the Strategy object that was passed."""
     name, device = type(strategy).__name__, strategy.device
     if accelerator != "auto" and find_kind(accelerator) != device.type:
         raise ValueError(
@@ -377,16 +378,16 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
 
 
 def _fitting(strategy: Strategy) -> Strategy:
-    """Return the strategy; raise if it cannot use its precision.
+    """Return the strategy, or raise if it cannot use its precision.
 
-    This happens if the strategy shards a model whose weights the precision quantizes, or if it would never call a
+    That is the case if the strategy shards a model whose weights the precision quantizes, or if it would never call a
     method that the precision overrides.
     """
     precision = strategy.precision
     if precision.quantizes and not strategy.holds_whole_module:
         raise ValueError(
-            f"precision={precision.name!r} quantizes weights, which {type(strategy).__name__} cannot shard. "
-            "Use strategy='ddp' or one device, or another precision."
+            f"precision={precision.name!r} quantizes weights, which {type(strategy).__name__} cannot shard. Use "
+            "strategy='ddp', a single device, or another precision."
         )
     owner, overrides = type(precision).__name__, precision.overrides
     refused: set[str] = set(CLIPPING) if type(strategy).clip_by_norm is not Strategy.clip_by_norm else set()

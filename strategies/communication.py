@@ -19,7 +19,7 @@ ReduceOp = Literal["mean", "sum", "min", "max"]
 
 
 class UnlikeTensorsError(ValueError):
-    """Raised if processes pass a collective tensors of different shapes or dtypes; ``found`` describes them by rank."""
+    """Raised if processes pass tensors of different shapes or dtypes to a collective; ``found`` lists these by rank."""
 
     def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class UnlikeTensorsError(ValueError):
 
 
 class Communication:
-    """The processes of a run: how they start, which one this is, what they exchange, and how they stop together.
+    """The processes of a run: how they start, what rank this one has, what they exchange, and how they stop together.
 
     By default there is one process, so collectives return their input. To run several processes, derive from
     ``DistributedStrategy``, which overrides all of these methods. If some processes see the same data, also override
@@ -48,7 +48,7 @@ class Communication:
         return None
 
     def told_at_start(self) -> str:
-        """Return the startup message about the processes; empty for a single process, or if it was already printed."""
+        """Return the startup message about the processes; empty for a single process, or if already printed."""
         return ""
 
     @property
@@ -107,7 +107,7 @@ class Communication:
 
     @property
     def parts_group(self) -> Any:
-        """Like :attr:`data_group`; if sequences are split, it has a process for each part of each data rank's share."""
+        """Like :attr:`data_group`, but if sequences are split, with one process for each part of each data share."""
         return self.data_group
 
     @property
@@ -116,7 +116,7 @@ class Communication:
         return None
 
     def beside(self) -> Self:
-        """Return a copy with its own process group, for a thread that communicates during the run.
+        """Return a copy of the strategy with its own process group, for a thread that communicates during the run.
 
         Every process must call this.
         """
@@ -125,13 +125,13 @@ class Communication:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Tensor, op: ReduceOp = "mean", group: Any = None) -> Tensor:
-        """Reduce a tensor across all processes. Every process gets the result, which has the tensor's shape."""
+        """Reduce a tensor across all processes. Every process gets the result, which has the same shape."""
         return tensor
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
         """Stack the tensors of all processes along a new first dimension.
 
-        If there is only one process, its data is returned unchanged.
+        If there is only one process, its tensors are returned unchanged.
         """
         return data
 
@@ -143,11 +143,11 @@ class Communication:
         return [obj]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Broadcast the object of process ``src`` to all processes and return it."""
+        """Broadcast an object from process ``src`` to all processes and return it."""
         return obj
 
     def broadcast_tensor(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Broadcast the tensor of process ``src`` from device to device and return it.
+        """Broadcast a tensor from process ``src`` to all processes, from device to device, and return it.
 
         All processes must pass tensors of the same shape and dtype.
         """
@@ -163,7 +163,7 @@ class Communication:
         return objects[0]
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
-        """Wait for all processes; ``name`` appears in the error if one of them does not arrive."""
+        """Wait until all processes have called this; if one process does not, the error shows ``name``."""
 
     def compute_metric(self, metric: Any) -> Any:
         """Return the value of a torchmetrics ``Metric`` across all processes; every process must call this."""
@@ -177,16 +177,16 @@ class Communication:
     def agree(self, flag: bool, all: bool = False) -> bool:
         """Return True if any process (or, with ``all``, every process) passes True.
 
-        The processes use the CPU process group, so this does not wait for a GPU.
+        The processes use the CPU process group, so this method does not wait for a GPU.
         """
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Return True if all processes pass the same text; if one never calls this, the error names ``place``."""
+        """Return True if all processes pass the same text. If one does not call this, the error shows ``place``."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:
-        """Return the descriptions of all processes, by rank, if they differ; otherwise an empty list.
+        """Return the descriptions that all processes pass, by rank, if they differ; otherwise, return an empty list.
 
         If the descriptions are the same, only 16 bytes are exchanged.
         """
@@ -195,7 +195,7 @@ class Communication:
     def begin_run(self, run: Any) -> None:
         """Called in every process when a run begins.
 
-        Other processes can stop the run through ``run``, a ``stop_agreement.RunProgress``.
+        Other processes can stop this process through ``run``, a ``stop_agreement.RunProgress``.
         """
 
     def is_told_to_stop(self) -> bool:
@@ -203,12 +203,12 @@ class Communication:
         return False
 
     def decide_stop(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """Return the step boundary at which all processes stop; see :meth:`.stop_agreement.StopVote.decide`."""
+        """Return the step boundary at which all processes will stop; see :meth:`.stop_agreement.StopVote.decide`."""
         return Stop(boundary, signum, (self.global_rank,))
 
     def reports(self) -> dict[int, str] | None:
-        """Return what every process is doing now, by rank; None while another process is collecting the reports."""
+        """Return a report on what each process is doing, by rank; None while another process is collecting reports."""
         return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     def abandon(self, error: BaseException) -> None:
-        """Called when an error ends the run. From then on, this process does not wait for the others."""
+        """Called when an error ends the run. After this call, the process no longer waits for the others."""

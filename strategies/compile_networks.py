@@ -20,7 +20,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def scope_of(settings: Any) -> str | None:
-    """Return the part to compile, one of :data:`SCOPES`; None if nothing is to be compiled."""
+    """Return which part of the training to compile, as one of :data:`SCOPES`; None if nothing is to be compiled."""
     if isinstance(settings, Mapping):
         scope = settings.get("scope", "networks")
         return None if settings.get("disable") and scope in ("step", "graphs") else scope
@@ -36,10 +36,11 @@ def arguments_of(settings: Any) -> dict[str, Any]:
 
 
 def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]) -> None:
-    """Compile the networks that a module's steps call: its submodules, and the module itself for ``self(x)``.
+    """Compile the networks that a module's steps call: its submodules and, for ``self(x)``, the module itself.
 
     The steps stay plain Python, so ``self.log`` and the rest of the trainer stay outside the graph. ``settings`` is
-    True or arguments for ``torch.compile``. With ``regional``, only the module's repeated blocks are compiled, if any.
+    True or a dict of arguments for ``torch.compile``. With ``regional``, only the module's repeated blocks are
+    compiled, if it has any.
     """
     watch_compiling()
     arguments = arguments_of(settings)
@@ -51,7 +52,7 @@ def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]
 
 
 def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
-    """Compile a model's repeated blocks in place; they share one compilation. Returns False if there are none."""
+    """Compile a model's repeated blocks in place, sharing one compilation. Returns False if the model has none."""
     found: list[str] = []
     for name, holder in module.named_modules():
         blocks = list(holder.children()) if isinstance(holder, (nn.ModuleList, nn.Sequential)) else []

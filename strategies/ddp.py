@@ -60,9 +60,9 @@ class DDPStrategy(DistributedStrategy):
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        find_unused_parameters: look in each step for parameters that the loss does not depend on. If None, do so only
-            under manual optimization, where a loss rarely depends on all networks.
-        ddp_comm_hook: how a bucket is reduced: a function from torch.distributed.algorithms.ddp_comm_hooks, or
+        find_unused_parameters: in each step, look for parameters that the loss does not depend on. If None, do so only
+            with manual optimization, where a loss rarely depends on all networks.
+        ddp_comm_hook: how to reduce a bucket: a function from torch.distributed.algorithms.ddp_comm_hooks, or
             ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
         ddp_comm_state: the hook's state; for PowerSGD, it can also be a dict of arguments for ``PowerSGDState``.
         ddp_comm_wrapper: a function that wraps the hook, such as ``fp16_compress_wrapper``, or ``"fp16"`` or
@@ -113,8 +113,8 @@ class DDPStrategy(DistributedStrategy):
             raise ValueError(messages.unknown("ddp_comm_wrapper", ddp_comm_wrapper, WRAPPERS, ", or pass a function"))
         if ddp_comm_hook is None and not (ddp_comm_state is None and ddp_comm_wrapper is None):
             raise ValueError(
-                "DDPStrategy: ddp_comm_state and ddp_comm_wrapper have no effect without ddp_comm_hook. Pass the "
-                f"hook too ({messages.names(HOOKS)}, or a function)."
+                "DDPStrategy: ddp_comm_state and ddp_comm_wrapper have no effect without ddp_comm_hook. Pass "
+                f"ddp_comm_hook too ({messages.names(HOOKS)}, or a function)."
             )
 
     # ---- placement ---------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class DDPStrategy(DistributedStrategy):
     def _release(self, wrapped: Any) -> None:
         """Remove a wrapper's hooks from the parameters, so that its forward no longer communicates.
 
-        After a forward pass without a backward pass, the old reducer still waits for gradients. Until Python frees the
+        After a forward pass without a backward pass, the old reducer still waits for gradients. Until Python frees that
         reducer, it would also reduce the next wrapper's gradients. Python frees it at different times on different
         ranks, so the ranks' collectives would not match.
         """
@@ -198,10 +198,10 @@ class DDPStrategy(DistributedStrategy):
             unused = [names[int(i)] for i in re.findall(r"\d+", found.group(1))] if found else []
             listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
             return RuntimeError(
-                f"The loss of the previous step did not depend on some parameters, so they got no gradients{listed}. "
-                "If this is intended, use strategy='ddp_find_unused_parameters_true' (in your own loop, "
-                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])), which "
-                "searches the graph in each step. Otherwise, use these parameters in the loss, or freeze them "
+                "The loss of the previous step did not depend on some parameters, so these parameters got no "
+                f"gradients{listed}. If this is intended, use strategy='ddp_find_unused_parameters_true' (in your own "
+                "loop, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])), "
+                "which searches the graph in each step. Otherwise, use these parameters in the loss, or freeze them "
                 "(requires_grad_(False))."
             )
         return super().explain(error)
@@ -223,10 +223,10 @@ class DDPStrategy(DistributedStrategy):
             wrapped.module.announced = True
 
     def left_gradients(self) -> bool:
-        """Return True after a backward pass whose loss did not come from a new forward pass of the wrapper.
+        """Return True after a backward pass on a loss that did not come from a new forward pass of the wrapper.
 
-        The loss may come from a model method other than forward, from a forward pass that an earlier backward pass has
-        used, or from one that ran while communication was off. Torch then reduces nothing.
+        Such a loss may come from a model method other than forward, from a forward pass that an earlier backward pass
+        has used, or from a forward pass that ran while communication was off. Torch then reduces nothing.
         """
         wrapped = self._wrapped
         if self._local or self.world_size == 1 or not self._synchronizes:
@@ -245,9 +245,9 @@ class DDPStrategy(DistributedStrategy):
         self._late = bool(late)
         if late and self.world_size > 1:
             messages.info_once(
-                f"{type(module).__name__} gained trainable parameters after prepare() ({late[0]}"
-                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not reduce their gradients, so all "
-                "gradients are reduced again before each step. To avoid this, add or unfreeze the "
+                f"{type(module).__name__} gained trainable parameters after prepare() "
+                f"({late[0]}{', ...' if late[1:] else ''}). DistributedDataParallel does not reduce their gradients, "
+                "so Paceline reduces all gradients once more before each step. To avoid this, add or unfreeze the "
                 "parameters before prepare()."
             )
 
@@ -259,8 +259,8 @@ class DDPStrategy(DistributedStrategy):
     def keep_gradients_local(self) -> Iterator[None]:
         if self._records:
             raise ValueError(
-                "With static_graph=True, the first backward pass must communicate to record the graph, so its "
-                "gradients cannot stay local. Train one step first, or leave static_graph out."
+                "With static_graph=True, the first backward pass must communicate to record the graph, so that pass "
+                "cannot keep its gradients local. Train one step first, or leave static_graph out."
             )
         before, self._local = self._local, True
         self.sync_gradients(self._synchronizes)
@@ -317,7 +317,7 @@ class _Step(nn.Module):
     """The module that DistributedDataParallel wraps: its forward is the user's training step.
 
     Attributes:
-        communicates: whether the backward pass after the next forward pass communicates.
+        communicates: whether the backward pass of the next forward pass communicates gradients.
         announced: whether torch expects a backward pass and will reduce its gradients.
     """
 
@@ -333,7 +333,7 @@ class _Step(nn.Module):
 
 
 def _state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the state and the hook to register with torch; the user may have passed them by name."""
+    """Return the communication state and hook to register with torch; the user may have passed the hook by name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if hook == "powersgd":

@@ -78,7 +78,7 @@ def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Calla
         def checked(self: Any, *args: Any, **options: Any) -> None:
             for name in options:
                 if name in decided:
-                    raise TypeError(f"{owner}({name}=...): the strategy sets this argument itself. Leave it out.")
+                    raise TypeError(f"{owner}({name}=...): the strategy sets this argument itself, so leave it out.")
                 if name not in names:
                     raise TypeError(messages.unknown(f"{owner} argument", name, names))
             init(self, *args, **options)
@@ -95,8 +95,8 @@ class DistributedStrategy(Strategy):
     """Runs one process per device, joined in a torch.distributed process group. Subclasses distribute the model.
 
     The group exists until the process ends, so a ``test`` after a ``fit`` reuses it. Barriers, agreements and Python
-    objects use a separate gloo group, so they never wait for a GPU, and a barrier is never matched with another
-    collective.
+    objects use a separate gloo group, so they never wait for a GPU, and a barrier never pairs up with a different
+    collective on another rank.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
@@ -164,7 +164,7 @@ class DistributedStrategy(Strategy):
         check_backend(self.process_group_backend, self.device.type, written)
 
     def _stand(self, cluster: Cluster | None) -> None:
-        """Use the rank and device that the launcher gave this process, or rank 0's if there is no launcher."""
+        """Use the rank and device that the launcher assigned to this process; without a launcher, those of rank 0."""
         self._cluster = cluster
         local = cluster.local_rank if cluster else 0
         self.device = self.devices[local if local < len(self.devices) else 0]
@@ -187,13 +187,14 @@ class DistributedStrategy(Strategy):
             self._synchronized += sync_batch_norm.synchronize(module, self.device)
             return
         messages.info_once(
-            f"{type(module).__name__} has batch norms ({len(layers)}) that see only their own process's batch, so the "
-            f"results differ from those of a single process that sees all {self.num_data_ranks} batches. "
-            "Trainer(sync_batchnorm=True) makes the results match, at the cost of two small reductions per layer."
+            f"{type(module).__name__} has batch norm layers ({len(layers)} in total) that see only their own "
+            "process's batch, so the results differ from those of a single process that sees all "
+            f"{self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes the results match, at the cost of two "
+            "small reductions per layer."
         )
 
     def same_model(self, module: nn.Module) -> None:
-        """Raise on every rank if the ranks built different models; the message shows the first difference."""
+        """Raise on every rank if the ranks built different models; the error shows the first difference."""
         owner, named = type(module).__name__, list(module.named_parameters())
         if not self.holds_whole_module and quantized_layers(module):
             raise RuntimeError(
@@ -211,14 +212,15 @@ class DistributedStrategy(Strategy):
                 here, there = next(((a, b) for a, b in pairs if a != b), counts)
                 raise RuntimeError(
                     f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
-                    "Build the same model on every rank. No layer may depend on the rank or on its share of the data."
+                    "Build the same model on every rank. No layer may depend on the rank or on the rank's share of "
+                    "the data."
                 )
         odd = [name for name in sums if any(other.get(name) != sums[name] for _, other in found)]
         if odd:
             messages.info_once(
-                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
-                "all start from rank 0's weights. Call seed_everything before you build it to get the same weights "
-                "every time."
+                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}), "
+                "so all ranks start from rank 0's weights. Call seed_everything before you build the model to get "
+                "the same weights every time."
             )
 
     @property
@@ -271,7 +273,7 @@ class DistributedStrategy(Strategy):
         backend = self.backend.rpartition(":")[2]
         text = f"on {self.world_size} processes{machines} ({name}, {backend}, {self.device.type})"
         if launch.LAUNCHED in os.environ:  # the strategy ran the command again
-            text += "; each one runs the script, so code above this call runs in all of them"
+            text += "; each process runs the script, so code above this call runs in all processes"
         return text
 
     @property
@@ -319,7 +321,7 @@ class DistributedStrategy(Strategy):
         return self._beside
 
     def _at(self, place: str) -> AbstractContextManager[None]:
-        """Context manager for waiting at ``place``; if the wait fails, the error shows where the other ranks are."""
+        """Context manager for waiting at ``place``; if waiting fails, the error shows where the other ranks are."""
         return nullcontext() if self._watch is None else self._watch.waiting(place)
 
     def explain(self, error: BaseException) -> BaseException | None:
@@ -355,8 +357,8 @@ class DistributedStrategy(Strategy):
         if not self.talks:
             if self._abandoned:
                 raise RuntimeError(
-                    "all_gather was called after an error. Ranks that did not fail may never call it, so this rank "
-                    "could wait for them forever. Do not call it in code that handles errors."
+                    "all_gather was called after an error. Ranks that did not fail may never make this call, so this "
+                    "rank could wait for them forever. Do not call all_gather in code that handles errors."
                 )
             return data
         with self._at("all_gather"):
@@ -419,12 +421,12 @@ class DistributedStrategy(Strategy):
             names = self.gather_objects(name)
             listed = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(names))
             raise RuntimeError(
-                f"The ranks are waiting at different barriers: {listed}. Every rank must make the same calls. Look for "
-                "a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                f"The ranks are waiting at different barriers: {listed}. Every rank must make the same calls. Look "
+                "for a call that is inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
 
     def before_evaluation(self, module: nn.Module) -> None:
-        """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only rank 0's."""
+        """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only these."""
         if self.talks:
             same_tensors(module.buffers(), self.data_group)
 

@@ -22,8 +22,8 @@ def prefer_foreach(optimizers: Iterable[Optimizer]) -> None:
     """Choose ``foreach`` for small parameter groups on a CPU, where torch would update parameters one by one.
 
     This makes AdamW 25% faster with 12 parameters of 32 x 32. On GPUs, torch chooses ``foreach`` itself. If the user
-    has set ``foreach`` or ``fused``, nothing is changed. ``fused`` is even faster, but rounds differently, and so does
-    ``foreach`` with 16-bit parameters. The choice is not saved in the optimizer's state.
+    has set ``foreach`` or ``fused``, nothing is changed. ``fused`` is even faster, but it rounds differently, as does
+    ``foreach`` with 16-bit parameters, so neither is chosen. The choice is not saved in the optimizer's state.
     """
     for optimizer in optimizers:
         open_to = all(group.get("foreach", True) is None for group in optimizer.param_groups)
@@ -33,7 +33,7 @@ def prefer_foreach(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _choose(optimizer: Optimizer) -> bool:
-    """Set ``foreach`` in the groups where it is faster; return True if there are any."""
+    """Set ``foreach`` in the parameter groups where it is faster; return True if there are any such groups."""
     found = [group for group in optimizer.param_groups if _is_open(group) and _are_small(group["params"])]
     for group in found:
         group["foreach"] = True

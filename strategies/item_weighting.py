@@ -1,4 +1,4 @@
-"""Accumulate the mean over all items (tokens, pixels, boxes) in a window, however micro-batches split them."""
+"""Compute the mean over all items (tokens, pixels, boxes) in an accumulation window, not over its micro-batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ItemWindow:
     """Weights the loss of each micro-batch in an accumulation window by its number of items.
 
     Each loss is multiplied by its number of items and divided by ``unit``, a power of two. When the window is complete,
-    its gradients are multiplied by the factor from :meth:`finish`, which turns them into the mean over the items of all
-    ranks. ``items`` counts this rank's items in the window so far. ``said`` is the beginning of error messages and
-    names the source of the counts, such as ``"Net.training_step returned"``.
+    its gradients are multiplied by the factor from :meth:`finish`, which turns them into gradients of the mean over all
+    ranks' items. ``items`` counts this rank's items in the window so far. ``said`` is the beginning of error messages
+    and says where the counts come from, such as ``"Net.training_step returned"``.
     """
 
     def __init__(self, strategy: Strategy, said: str) -> None:
@@ -37,9 +37,9 @@ class ItemWindow:
         return weighed(loss, items, self.unit)
 
     def finish(self) -> Tensor:
-        """Return the factor, shape (), that turns the window's summed gradients into the mean over all ranks' items.
+        """Return the factor, shape (), that turns the window's summed gradients into the mean's over all ranks' items.
 
-        Every rank must call this, and the window is empty afterwards.
+        Every rank must call this. Afterwards, the window is empty.
         """
         device = self.strategy.device
         dtype = kind_of(device).widest_float
@@ -53,22 +53,22 @@ class ItemWindow:
         return {"items": items, "unit": self.unit}
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
-        """Restore the state from :meth:`state_dict`, or only ``unit`` if there is no unfinished window."""
+        """Restore the state that :meth:`state_dict` returned, or only ``unit`` if there was no unfinished window."""
         self.unit, self.items = state["unit"], 0
         if in_window and self.unit is not None:
             items = state["items"]
             self.items = items.to(self.strategy.device) if isinstance(items, Tensor) else items
 
     def _unit_of(self, items: Any) -> float:
-        """Return a power of two near the first batch's number of items.
+        """Return a power of two close to the first batch's number of items.
 
-        It keeps weighted losses within fp16's range without rounding them.
+        Dividing by it keeps weighted losses within fp16's range without rounding them.
         """
         first = float(items)
         if not 0 <= first < math.inf:
             raise ValueError(
-                f"{self.said} num_items={first}. It must be the number of items that the loss is averaged over, 0 or "
-                "more."
+                f"{self.said} num_items={first!r}. It must be the number of items that the loss is averaged over, "
+                "which is 0 or more."
             )
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
 

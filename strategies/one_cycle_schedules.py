@@ -18,7 +18,8 @@ MAY_END = (OneCycleLR, SequentialLR, ChainedScheduler)
 def advance(scheduler: Any) -> None:
     """Advance a schedule. A one-cycle schedule that has ended keeps its last values, even inside another schedule.
 
-    Torch itself would extrapolate the curve in the first step after its end, and raise an error in the next step.
+    Torch itself would extrapolate the curve in the first step after the end of the schedule, and raise an error in the
+    second.
     """
     over = [one for one in _one_cycles(scheduler) if one.last_epoch >= one.total_steps - 1]
     for one in over:
@@ -42,10 +43,10 @@ def _keep_last_values(scheduler: OneCycleLR) -> None:
     if scheduler.last_epoch >= scheduler.total_steps:  # an optimizer step has run after the end of the schedule
         rates = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(map(float, last)))
         messages.warn_once(
-            f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, but training continues, "
-            f"so the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps "
-            "in the whole run or, inside a SequentialLR, in this schedule's part of the run. If the schedule's "
-            "state was loaded, total_steps is the saved value."
+            f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, but training continues, so "
+            f"the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps in "
+            "the whole run or, inside a SequentialLR, in this schedule's part of the run. If the schedule's state "
+            "was loaded from a checkpoint, total_steps is the saved value."
         )
     for group, rate in zip(scheduler.optimizer.param_groups, last, strict=False):  # a chain may have changed it
         if isinstance(group["lr"], Tensor):

@@ -23,12 +23,12 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Options:
-    """The user's arguments for each strategy class; None for a class without any.
+    """The user's arguments for each strategy class; None for a class without arguments.
 
     Attributes:
         fsdp: arguments for FSDPStrategy.
         deepspeed: arguments for DeepSpeedStrategy.
-        mesh: arguments for ModelParallelStrategy; the product of the sizes is the number of processes.
+        mesh: arguments for ModelParallelStrategy; the product of their sizes is the number of processes.
         ddp: arguments for DDPStrategy.
         process_group: arguments for every multi-process strategy.
         written: the text that the user wrote for each group of arguments, for error messages.
@@ -47,15 +47,15 @@ class Options:
             if (self.mesh or {}).get("context_parallel_dims") == "loader":
                 why, mend = "sp_size works without DeepSpeed and shards parameters itself", "Leave DeepSpeed out"
             else:
-                why, mend = "DeepSpeed splits the model itself", "Leave one out"
+                why, mend = "DeepSpeed splits the model itself", "Leave one of them out"
             raise ValueError(
-                f"{self.written['deepspeed']} and {other} contradict each other: {why}. {mend} (it may come from the "
-                "setting use_deepspeed, use_fsdp or use_parallelism_config)."
+                f"{self.written['deepspeed']} and {other} contradict each other: {why}. {mend} (they may come from "
+                "the settings use_deepspeed, use_fsdp or use_parallelism_config)."
             )
 
     @property
     def given(self) -> str:
-        """All options as the user wrote them, joined into one string; may be empty."""
+        """All options as the user wrote them, joined into one string, which may be empty."""
         return " and ".join(text for name, text in self.written.items() if getattr(self, name) is not None)
 
     @property
@@ -65,7 +65,7 @@ class Options:
 
     @property
     def wanted(self) -> str | None:
-        """The name of the strategy that these options need; None if any strategy will do."""
+        """The name of the strategy that these options need; None if they work with any strategy."""
         mesh = self.mesh or {}
         if self.deepspeed is not None:
             return "deepspeed"
@@ -95,7 +95,7 @@ class Options:
         return found | dict(mesh)
 
     def refuse(self, strategy: str) -> None:
-        """Raise if there are any options, because this strategy takes none."""
+        """Raise if there are any options, because this strategy does not accept them."""
         if self.given:
             raise ValueError(
                 f"{self.given} cannot be combined with strategy {strategy}. Pass these arguments to a Strategy object, "
@@ -130,8 +130,9 @@ def options_in(settings: Settings) -> Options:
             if sizes[dim] > 1:
                 raise ValueError(
                     f"The setting parallelism_config_{dim}_size={sizes[dim]} splits sequences, but the Trainer does "
-                    "not know which dimensions of a batch are sequences. Use Trainer(strategy=ModelParallelStrategy("
-                    f"context_parallel={sizes[dim]}, context_parallel_dims=...)), or leave the setting out."
+                    "not know the sequence dimensions of a batch. Use "
+                    f"Trainer(strategy=ModelParallelStrategy(context_parallel={sizes[dim]}, "
+                    "context_parallel_dims=...)), or leave the setting out."
                 )
         found["mesh"] = mesh_options(sizes)
     return Options(**found, written=written)

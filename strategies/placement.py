@@ -25,13 +25,13 @@ T = TypeVar("T")
 class Placement:
     """Moves modules, optimizers and batches to a device and converts them to a precision's dtypes.
 
-    These methods are called when a run starts, never during a step. By default, the whole module is on one device. A
+    These methods are called when a run starts, never during a step. This class keeps the whole module on one device. A
     subclass overrides ``setup_module`` to shard the module, ``wrap_for_training`` and ``bind_step`` to run training
     steps through a wrapper, ``setup_optimizers`` to change optimizers, and ``init_context`` to change how layers are
     created.
 
     Args:
-        device: where the module and the batches live.
+        device: the device of the module and the batches.
         precision: dtypes and loss scaling; full float32 if None.
     """
 
@@ -63,7 +63,7 @@ class Placement:
         return [self.device.index or 0]
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Context manager in which new layers are created on this strategy's device, in the precision's dtype."""
+        """Context manager in which new layers are created on this strategy's device, with the precision's dtype."""
         return self.precision.creation_context(self.device)
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -78,13 +78,14 @@ class Placement:
     def empty_init_context(self) -> Iterator[None]:
         """Context manager in which new layers skip weight initialization, because their weights will be loaded later.
 
-        By default, layers get uninitialized memory. A strategy that shards the model creates them on the meta device.
+        By default, layers get uninitialized memory. A strategy that shards the model creates the layers on the meta
+        device.
         """
         with self.init_context(), no_initial_values():
             yield
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Convert the module's dtype, move it to the device, and shard it if the strategy shards.
+        """Convert the module to the precision's dtype, move it to the device, and shard it if the strategy does so.
 
         Layers on the meta device are allocated and initialized.
         """
@@ -103,10 +104,10 @@ class Placement:
             self.waiting.take_memory(module, device)
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
-        """If ``synchronize``, make batch norms use all processes' batches. Called before :meth:`setup_module`."""
+        """If ``synchronize``, let batch norms use all processes' batches. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Wrap a module that has already been set up, if this strategy runs training steps through a wrapper."""
+        """Return a wrapper for a module that is set up, or the module if this strategy trains without a wrapper."""
         return module
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -120,7 +121,7 @@ class Placement:
         return self.precision.bind_forward(step)
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Prepare the user's optimizers and return the ones to use; any existing state is moved to the device."""
+        """Prepare the user's optimizers and return the optimizers to use; any existing state is moved to the device."""
         self.precision.setup_optimizers(optimizers)
         for optimizer in optimizers:
             move_optimizer_state(optimizer, self.device)

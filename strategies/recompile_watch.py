@@ -41,19 +41,18 @@ class CompileWatch(logging.Handler):
         self._begun = perf_counter()
 
     def end(self, *_: Any) -> None:
-        """Called when a compilation ends. Reports the first long one, so that it is not mistaken for a slow step."""
+        """Called when a compilation ends. Reports the first slow compilation, which might seem to be a slow step."""
         took = perf_counter() - self._begun
         self.seconds += took
         self.compilations += 1
         if took >= WORTH_SECONDS:
             messages.info_once(
-                f"torch.compile took {took:.1f} s to compile a graph. Steps that don't compile anything will be "
-                "faster.",
+                f"torch.compile took {took:.1f} s to compile a graph. Steps without compilation will be faster.",
                 key="compiling takes time",
             )
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Handle a log record in which torch reports that it is recompiling a function, and why."""
+        """Process a log record in which torch reports that it is recompiling a function, and why."""
         text = record.getMessage()
         found = _FUNCTION.search(text)
         if found is None:
@@ -64,14 +63,14 @@ class CompileWatch(logging.Handler):
         if self.recompilations[name] >= MANY:
             messages.warn_once(
                 f"torch.compile has compiled {name} {self.recompilations[name] + 1} times. Each compilation takes as "
-                f"long as the first, and torch gives up after a few more. The last reason was: {reason}. "
-                f"{advice_for(reason)}",
+                "long as the first one, and torch gives up compiling after a few more. The last reason was: "
+                f"{reason}. {advice_for(reason)}",
                 key=f"recompiles {name}",
             )
 
 
 def reason_in(text: str) -> str:
-    """Return the reason from torch's explanation: a size that changed, or else the first condition that failed."""
+    """Return the reason for a recompilation from torch's log: a changed size, or else the first failed condition."""
     size, guard = _SIZE.search(text), _GUARD.search(text)
     said = size.group(0) if size else guard.group(1) if guard else text.splitlines()[-1].strip(" -")
     return " ".join(said.replace("self.forward.__self__", "self").split())
@@ -80,9 +79,10 @@ def reason_in(text: str) -> str:
 def advice_for(reason: str) -> str:
     """Return advice on how to avoid recompilation for this reason."""
     if _SIZE.search(reason):
-        return "Use fewer batch shapes (drop_last=True, padding, buckets), or dynamic=True for changing shapes."
+        return "Use fewer batch shapes (drop_last=True, padding, buckets), or dynamic=True to let shapes change."
     return (
-        "Change and read this value outside the compiled code: in a hook such as on_train_batch_end, or with self.log."
+        "Change and read this value outside the compiled code: in a hook such as on_train_batch_end, or by calling "
+        "self.log."
     )
 
 

@@ -1,4 +1,4 @@
-"""The registry of strategies by name, to which a program can add its own."""
+"""The registry of strategies by name, to which a program can add its own strategies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Registry(Mapping[str, dict[str, Any]]):
     """The names that ``Trainer(strategy=...)`` and ``Accelerator(strategy=...)`` accept, with a description of each."""
 
     def available_strategies(self) -> list[str]:
-        """Return all names, sorted."""
+        """Return the names of all strategies, sorted."""
         return sorted({*SingleDevice.names, *SEVERAL, *registered()})
 
     def register(
@@ -29,9 +29,9 @@ class Registry(Mapping[str, dict[str, Any]]):
 
         Args:
             name: the name to register.
-            strategy: a Strategy class; if None, return a decorator for such a class.
-            description: what the strategy does.
-            override: replace a strategy that was registered under the same name.
+            strategy: a Strategy class; if None, a decorator for such a class is returned.
+            description: a text that says what the strategy does.
+            override: whether to replace a strategy that was registered under the same name.
             **init_params: arguments for the class.
 
         Raises:
@@ -50,7 +50,7 @@ class Registry(Mapping[str, dict[str, Any]]):
         return add if strategy is None else add(strategy)
 
     def remove(self, name: str) -> None:
-        """Remove a name that :meth:`register` added."""
+        """Remove a strategy that :meth:`register` added."""
         added.pop(name)
 
     def __getitem__(self, name: str) -> dict[str, Any]:

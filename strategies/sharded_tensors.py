@@ -18,7 +18,7 @@ from ..torch_private import multiply_each_, norm_of_each
 @torch.inference_mode(False)  # torch 2.11 cannot gather a parameter in inference mode
 @torch.no_grad()
 def whole(state: Any, keep: bool) -> Any:
-    """Return the state (nested dicts and lists) with full tensors on the CPU. Every process must call this.
+    """Return a state (nested dicts and lists) with full tensors on the CPU. Every process must call this.
 
     References to the same tensor stay references to one tensor. If ``keep`` is False, sharded tensors are returned on
     the meta device, without memory.
@@ -37,7 +37,7 @@ def whole(state: Any, keep: bool) -> Any:
 
 
 def detached(state: Any) -> Any:
-    """Return the state with detached tensors; references to the same tensor stay references to one tensor."""
+    """Return a state with detached tensors; references to the same tensor stay references to one tensor."""
     known: dict[int, Tensor] = {}
     return _mapped(state, lambda v: known.setdefault(id(v), v.detach()) if isinstance(v, Tensor) else v)
 
@@ -52,7 +52,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def from_part(part: Tensor, like: DTensor) -> DTensor:
-    """Return a DTensor laid out like ``like``, with ``part`` as this process's shard."""
+    """Return a DTensor with the layout of ``like`` and with ``part`` as this process's shard."""
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
@@ -97,7 +97,7 @@ def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor on the meta device with the same shape and layout."""
+    """Return a tensor on the meta device that has the same shape and layout as another one."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device="meta")
     return from_part(torch.empty_like(tensor.to_local(), device="meta"), tensor)
@@ -138,7 +138,7 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm over all tensors and processes: shape (), float32 or wider, the same on every process.
+    """Return the norm over all tensors and processes, shape (), in float32 or wider; it is the same on every process.
 
     This runs one reduction per layout. Every process must call this with the same tensors.
     """

@@ -21,8 +21,8 @@ class State:
     """Collects the full, unsharded state of modules and optimizers, and loads it back.
 
     By default each process holds the full module and optimizers. A subclass that shards them overrides the methods in
-    pairs: ``model_state`` and ``load_model_state``, and the same for optimizers and gradients. If its processes can
-    write their own shards, it also overrides ``states_in_parts`` and ``room_for``.
+    pairs: ``model_state`` and ``load_model_state``, and the same pairs for optimizers and gradients. If its processes
+    can write their own shards, it also overrides ``states_in_parts`` and ``room_for``.
     """
 
     #: Both come from :class:`.placement.Placement`: the device for loaded tensors, and the deferred weights.
@@ -35,19 +35,19 @@ class State:
     def states_in_parts(self) -> Iterator[bool]:
         """Context manager in which states may contain DTensors, so that each process writes its own shards.
 
-        Yields True if they may, False if the strategy only supports full states.
+        Yields True if states may contain DTensors, False if the strategy only supports full states.
         """
         yield False
 
     def room_for(self, empty: Tensor) -> Tensor:
-        """Allocate memory for this process's shard of a checkpoint tensor.
+        """Allocate a tensor for this process's shard of a checkpoint tensor.
 
         ``empty`` is the checkpoint tensor on the meta device.
         """
         return torch.empty_like(empty, device="cpu")
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """Return the full ``state_dict`` of the unwrapped module, possibly only on rank 0.
+        """Return the full ``state_dict`` of the unwrapped module; a strategy may return it on rank 0 only.
 
         Every process must call this.
         """
@@ -63,7 +63,7 @@ class State:
         return optimizer.state_dict()
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an optimizer's full state dict and move it to the device of its parameters."""
+        """Load an optimizer's full state dict and move it to the device of the optimizer's parameters."""
         optimizer.load_state_dict(state)
         move_optimizer_state(optimizer, self.device)
 
@@ -76,7 +76,7 @@ class State:
         return {name: grad.detach().cpu() for name, grad in grads.items()}
 
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Restore gradients from :meth:`window_gradients`. Every process must call this."""
+        """Restore the gradients that :meth:`window_gradients` returned. Every process must call this."""
         for name, parameter in module.named_parameters():
             if name in state:
                 parameter.grad = state[name].to(parameter.device)

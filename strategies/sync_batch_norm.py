@@ -18,7 +18,7 @@ Changed = list[tuple[nn.Module, dict[str, Any]]]
 
 
 class LayerSync(ABC):
-    """A plugin that makes layers use the batches of all processes during a multi-process fit."""
+    """A plugin that makes layers such as batch norms use the batches of all processes during a multi-process fit."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
@@ -41,7 +41,7 @@ class TorchSyncBatchNorm(LayerSync):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model with its own batch norms, which share weights and statistics with the synchronized ones."""
+        """Return the model with its original batch norms, which have the synchronized ones' weights and statistics."""
         for name, layer in self._replaced.items():
             model.set_submodule(name, layer)
         return model

@@ -15,7 +15,7 @@ OLDEST = (0, 19)
 
 
 def require_deepspeed(stage: int) -> None:
-    """Raise if DeepSpeed is missing or too old; the error names a strategy that can replace this ZeRO stage."""
+    """Raise if DeepSpeed is missing or too old; the error suggests a strategy that can replace this ZeRO stage."""
     if importlib.util.find_spec("deepspeed") is None:
         instead = (
             "'fsdp', which is equivalent to stage 3" if stage == 3 else "'ddp' (like stage 0) or 'fsdp' (like stage 3)"
@@ -37,7 +37,7 @@ def use_device(kind: str) -> None:
     """Import DeepSpeed for this kind of device.
 
     Raises:
-        RuntimeError: DeepSpeed was already imported for another kind.
+        RuntimeError: DeepSpeed was already imported for another kind of device.
     """
     os.environ["DS_ACCELERATOR"] = kind
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)

@@ -83,7 +83,7 @@ class DeepSpeedSettings:
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
-        """Return ``gradient_accumulation_steps`` or ``gradient_clipping``: the configuration's, or else the field's.
+        """Return ``gradient_accumulation_steps`` or ``gradient_clipping`` from the configuration, or else the field.
 
         Raises:
             ValueError: the configuration and the field differ.
@@ -97,16 +97,16 @@ class DeepSpeedSettings:
         return field if config is None else config
 
     def micro_batches(self, steps: int | None) -> int | None:
-        """Return the number of micro-batches per update, where ``steps`` is the Accelerator's, None if not set.
+        """Return the number of micro-batches per update; ``steps`` is the Accelerator's number, None if it is not set.
 
         Raises:
-            ValueError: DeepSpeed is configured with another number.
+            ValueError: DeepSpeed is configured with a different number.
         """
         own = self.decided("gradient_accumulation_steps")
         if None not in (steps, own) and steps != own:
             raise ValueError(
-                f"DeepSpeed is configured with gradient_accumulation_steps={own}, but the Accelerator with {steps}. "
-                "Leave one out."
+                f"DeepSpeed is configured with gradient_accumulation_steps={own}, but the Accelerator is configured "
+                f"with {steps}. Leave one out."
             )
         return own if steps is None else steps
 
@@ -140,8 +140,8 @@ class DeepSpeedSettings:
             device = str(getattr(self, name) or "none").lower()
             if device not in ("none", "cpu"):
                 raise ValueError(
-                    f"{type(self).__name__}({name}={device!r}): Paceline can clip, scale and save only tensors in "
-                    "memory. Choose 'cpu' or 'none'."
+                    f"{type(self).__name__}({name}={device!r}): Paceline can clip, scale and save only tensors that "
+                    "are in memory. Choose 'cpu' or 'none'."
                 )
             if device == "cpu":
                 found[argument] = True
@@ -218,7 +218,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without its ``"auto"`` values, in all sections."""
+    """Return a configuration without the ``"auto"`` values in any of its sections."""
     return {
         key: without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -227,7 +227,7 @@ def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Recursively merge ``over`` into a copy of ``base``; values from ``over`` win."""
+    """Recursively merge ``over`` into a copy of ``base``; values in ``over`` take precedence."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)
@@ -236,10 +236,10 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) -> int:
-    """Return the ZeRO stage to use: the configuration's, or else the argument.
+    """Return the ZeRO stage to use: the configuration's stage or, if it has none, the argument.
 
     Raises:
-        ValueError: the stage is not 1, 2 or 3, or does not support one of the other settings.
+        ValueError: the stage is not 1, 2 or 3, or it does not support one of the other settings.
     """
     zero = config.get("zero_optimization", {})
     chosen = zero.get("stage", stage)
@@ -248,14 +248,14 @@ def zero_stage(config: Mapping[str, Any], stage: int, offload_parameters: bool) 
         raise ValueError(f"DeepSpeedStrategy does not support ZeRO stage {chosen!r}. Choose 1, 2 or 3.{hint}")
     if chosen != 3 and (offload_parameters or zero.get("offload_param")):
         raise ValueError(
-            f"DeepSpeedStrategy(stage={chosen}) cannot offload parameters: only stage 3 partitions them. Use "
+            f"DeepSpeedStrategy(stage={chosen}) cannot offload parameters, because only stage 3 partitions them. Use "
             "stage=3, or leave offload_parameters out."
         )
     if chosen == 1 and zero.get("overlap_comm"):
         raise ValueError(
-            "The DeepSpeed configuration sets overlap_comm for stage 1, where an accumulation window that ends early "
-            "has nothing to overlap with. Leave overlap_comm out, or use stage 2, which reduces gradients during "
-            "backward."
+            "The DeepSpeed configuration sets overlap_comm for stage 1, in which the communication for an "
+            "accumulation window that ends early has nothing to overlap with. Leave overlap_comm out, or use stage "
+            "2, which reduces gradients during backward."
         )
     return chosen
 
@@ -308,14 +308,14 @@ def offloads(config: Mapping[str, Any]) -> bool:
 def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate: Any, clip: Any) -> None:
     """Raise if the user's configuration contradicts the run's precision, accumulation or clipping.
 
-    ``accumulate`` is None if it is not known.
+    ``accumulate`` is None if the number of micro-batches is not known.
     """
     for key, mine in (("bf16", "bf16-true"), ("fp16", "16-true")):
         enabled = config.get(key, {}).get("enabled")
         if enabled is not None and bool(enabled) != (precision == mine):
             raise ValueError(
                 f"The DeepSpeed configuration sets {key}.enabled={enabled!r}, but the precision is {precision!r}. "
-                f"DeepSpeed's {key} mode keeps 16-bit weights and a float32 copy in the optimizer: use "
+                f"DeepSpeed's {key} mode keeps 16-bit weights and a float32 copy in the optimizer. Use "
                 f"Trainer(precision={mine!r}) for this mode, or leave {key!r} out of the configuration."
             )
     asked = config.get("gradient_accumulation_steps")
@@ -343,5 +343,5 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
 def _two(key: str, asked: Any, argument: str, value: Any) -> str:
     return (
         f"The DeepSpeed configuration sets {key}={asked!r}, but the Trainer has {argument}={value!r}. The Trainer "
-        f'decides: leave {key} out of the configuration (or use "auto"), or pass the Trainer the same value.'
+        f'sets this value, so leave {key} out of the configuration (or use "auto"), or give the Trainer the same value.'
     )

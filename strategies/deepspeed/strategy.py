@@ -44,9 +44,9 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     Stage 1 shards the optimizer's state across processes, stage 2 also shards the gradients, and stage 3 also shards
     the weights. There can only be one optimizer. It updates flat float32 slices of the weights, so it must treat each
-    element independently (as SGD, Adam and AdamW do). After backward, the gradients are in those slices, not in
-    ``parameter.grad``; to read a gradient, use ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter that the
-    loss does not depend on has a zero gradient, so weight decay still shrinks it.
+    element independently (as SGD, Adam and AdamW do). After backward, the gradients are in slices of the same layout,
+    not in ``parameter.grad``. To read a gradient, use ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter
+    that the loss does not depend on has a zero gradient, so weight decay still shrinks it.
 
     ``"bf16-mixed"`` and ``"16-mixed"`` use autocast with float32 weights, as with any strategy. ``"bf16-true"`` and
     ``"16-true"`` are DeepSpeed's 16-bit modes: 16-bit weights and gradients, float32 weights in the sharded
@@ -96,7 +96,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Join the process group; DeepSpeed uses the same one."""
+        """Join the process group, which DeepSpeed uses too."""
         super().setup_environment()
         if self.precision.name not in PRECISIONS:
             raise ValueError(
@@ -136,9 +136,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Return the module itself, because the engine, which needs the optimizer, is created later."""
         if not getattr(module, "automatic_optimization", True):
             raise NotImplementedError(
-                f"{type(module).__name__} uses manual optimization, which DeepSpeed's engine does not support: it "
-                "only supports one backward pass and one optimizer. Use strategy='fsdp' or 'ddp', or automatic "
-                "optimization."
+                f"{type(module).__name__} uses manual optimization, which DeepSpeed's engine does not support, "
+                "because it only supports one backward pass and one optimizer. Use strategy='fsdp' or 'ddp', or "
+                "automatic optimization."
             )
         trainer = getattr(module, "_trainer", None)
         accumulate = getattr(trainer, "accumulate_grad_batches", None)
@@ -154,7 +154,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """Give DeepSpeed a copy of the optimizer to partition; the user's optimizer keeps its parameters.
 
-        Schedulers and callbacks change the user's optimizer, so each step copies its learning rates and other settings.
+        Schedulers and callbacks change the user's optimizer, so each step copies its learning rates and other settings
+        to DeepSpeed's optimizer.
         """
         if len(optimizers) > 1:
             raise NotImplementedError(
@@ -167,7 +168,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._root is None:
             raise ValueError(
                 f"{type(optimizer).__name__} has no parameters of a prepared model. DeepSpeed partitions an optimizer "
-                "together with its model, so prepare the model first, or both in one call: "
+                "together with its model, so prepare the model first, or prepare both in one call: "
                 "accelerator.prepare(model, optimizer)."
             )
         _refuse_optimizer(optimizer)
@@ -273,7 +274,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._overflow = found.clamp(max=1.0)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the norm of all the engine's gradients; ``parameters`` is ignored."""
+        """Clip the total norm of the engine's gradients; ``parameters`` is ignored."""
         grads = zero_partitions.gradients(self._engine.optimizer)
         local = torch.nn.utils.get_total_norm(grads, norm_type).to(self.device)
         if norm_type == float("inf"):
@@ -309,8 +310,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._overflow = None
         elif not stepped and self.precision.name != "16-true":
             messages.warn_once(
-                "DeepSpeed skipped a step, because the gradient norm was not finite. global_step does not count it. "
-                "Find the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
+                "DeepSpeed skipped a step, because the gradient norm was not finite. global_step does not count that "
+                "step. Find the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
             )
         return stepped
 
@@ -320,7 +321,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return 0 if self._engine is None else int(self._engine.global_steps)
 
     def _pass_settings(self, optimizer: Optimizer) -> None:
-        """Copy learning rates and other settings to DeepSpeed's optimizer."""
+        """Copy the user's learning rates and other settings to DeepSpeed's optimizer."""
         inner = self._engine.optimizer.param_groups
         if len(optimizer.param_groups) != self._num_groups:
             raise RuntimeError(
@@ -349,7 +350,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return result
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state with full tensors; the 16-bit modes add float32 weights and the loss scale."""
+        """Return the optimizer's state with full tensors; the 16-bit modes add float32 weights and the loss scale."""
         state = optimizer.state_dict()
         if self._engine is None:
             return state
@@ -387,7 +388,8 @@ class DeepSpeedStrategy(DistributedStrategy):
 class _Root(nn.Module):
     """The module that DeepSpeed's engine wraps. Its forward runs a step of the user's module.
 
-    Batches and results bypass forward's arguments, because DeepSpeed only handles tensors, lists and dicts there.
+    Batches and results bypass forward's arguments, because DeepSpeed only supports tensors, lists and dicts as
+    arguments.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -408,7 +410,7 @@ class _Root(nn.Module):
         return through_engine
 
     def bind_evaluation(self, step: Callable[..., T]) -> Callable[..., T]:
-        """Return a function that runs an evaluation step as a forward and hides its result from DeepSpeed."""
+        """Return a function that runs an evaluation step as the engine's forward and hides the result from it."""
 
         def through_root(*args: Any, **kwargs: Any) -> T:
             results: list[T] = []
@@ -423,7 +425,7 @@ class _Root(nn.Module):
 
 
 def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer with the same class and settings, but with its own groups for ZeRO's partitions."""
+    """Return an optimizer of the same class, with the same settings, but with its own groups for ZeRO's partitions."""
     double = object.__new__(type(optimizer))
     vars(double).update(vars(optimizer))
     vars(double).pop("step", None)  # a scheduler has wrapped it
@@ -437,6 +439,7 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
     for name in WHOLE_PARAMETERS:
         if name in kinds:
             raise ValueError(
-                f"{name} needs full parameters, but DeepSpeed splits them into flat slices, so the results would be "
-                "wrong. Use an optimizer that updates each element independently (SGD, AdamW, ...), or strategy='ddp'."
+                f"{name} needs full parameters, but DeepSpeed splits them into flat slices, so its results would be "
+                "wrong. Use an optimizer that updates each element independently (SGD, AdamW, ...), or "
+                "strategy='ddp'."
             )

@@ -1,8 +1,8 @@
 """Convert between ZeRO's flat partitions and full tensors.
 
 Each ZeRO rank holds a float32 slice of each parameter group's concatenated parameters, and the optimizer state for that
-slice. Checkpoints contain full tensors, so they can be loaded with any strategy and any number of ranks. This file
-finds each rank's pieces of the parameters, gathers pieces, and splits full tensors.
+slice. Checkpoints contain full tensors, so they can be loaded with any strategy and any number of ranks. This module
+finds each rank's pieces of the parameters, gathers the pieces, and splits full tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...torch_private import IncompatibleKeys, load_own_tensors, saved_versions
 class Piece:
     """The part of a parameter that this rank updates.
 
-    It has ``numel`` elements (0 if other ranks hold the whole parameter). They begin at ``start`` in the float32
+    The piece has ``numel`` elements (0 if other ranks hold the whole parameter). They begin at ``start`` in the float32
     partition ``flat``, shape (partition,), and at ``first`` in the flattened parameter.
     """
 
@@ -120,10 +120,10 @@ def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
 def optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, dict[str, Any]]:
-    """Return the optimizer's state by parameter index, with its flat tensors gathered.
+    """Return the optimizer's state by parameter index, with the flat tensors gathered into full ones.
 
     Other values (such as a step count) are unchanged. ``found`` contains this rank's pieces. Every rank must call this,
-    but only ranks with ``keep`` get the result.
+    but only ranks that pass ``keep=True`` get the result.
     """
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in parameters.items():
@@ -144,7 +144,7 @@ def optimizer_states(
 def load_optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], states: Mapping[int, Any]
 ) -> None:
-    """Load the result of :func:`optimizer_states`; any strategy may have saved it."""
+    """Load the result of :func:`optimizer_states`, which any strategy may have saved."""
     optimizer.state.clear()
     step_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for index, parameter in parameters.items():
@@ -180,7 +180,7 @@ def master_weights(
 def load_master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
-    """Load the result of :func:`master_weights`. The 16-bit weights derived from it are saved separately."""
+    """Load the result of :func:`master_weights`. The 16-bit weights that are derived from it are saved separately."""
     for index, parameter in parameters.items():
         if id(parameter) in found and index in weights:
             piece = found[id(parameter)]
@@ -188,7 +188,7 @@ def load_master_weights(
 
 
 def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """Return the module's ``state_dict``, gathering partitioned parameters one at a time; empty unless ``keep``."""
+    """Return the module's ``state_dict``, gathering partitioned parameters one at a time; empty if not ``keep``."""
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     for name, value in state.items():
@@ -225,12 +225,12 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
     own_keys = module.state_dict().keys()
     unexpected = [key for key in given if key not in own_keys]
     if strict:
-        kinds = (("missing from it", missing), ("unexpected", unexpected))
+        kinds = (("missing from the checkpoint", missing), ("unexpected", unexpected))
         problems += [f"{len(keys)} {what} ({', '.join(keys[:10])})" for what, keys in kinds if keys]
     if problems:
         raise ValueError(
-            f"The checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. Build the module with the "
-            "arguments it had when it was saved."
+            f"The checkpoint does not match {type(module).__name__}: {'; '.join(problems)}. Build the module with the "
+            "arguments that it had when it was saved."
         )
     return IncompatibleKeys(missing, unexpected)
 

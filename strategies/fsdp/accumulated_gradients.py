@@ -18,7 +18,7 @@ def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
     """Return this process's gradients on the CPU, by parameter name.
 
     For each parameter, ``whole`` is an unsharded gradient that was accumulated but not reduced, and ``part`` is this
-    process's shard of a reduced gradient; either may be None. Parameters that FSDP ignores have only ``whole``. Returns
+    process's shard of a reduced gradient; either may be None. Parameters that FSDP ignores only have ``whole``. Returns
     None if an unsharded gradient is itself split along another mesh dimension.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -112,8 +112,8 @@ class FSDPSettings:
 
     def _refuse(self) -> None:
         fixes = {
-            "param_init_fn": "layers on the meta device are initialized by their own reset_parameters(), or by an "
-            "enclosing module's _init_weights(module). Define one of the two.",
+            "param_init_fn": "layers on the meta device are initialized by their own reset_parameters() or by an "
+            "enclosing module's _init_weights(module). Define one of these two methods.",
             "activation_checkpointing_offload": "activations that are kept for recomputation stay on the device. Use "
             "activation_checkpointing alone.",
         }
@@ -139,16 +139,16 @@ class FSDPSettings:
         name = None if asked is None else _word("sharding_strategy", asked, SHARDING)
         if name == "NO_SHARD":
             raise ValueError(
-                f"{type(self).__name__}(sharding_strategy='NO_SHARD') does not shard anything, just like DDP. "
-                "Leave the plugin (use_fsdp) out to use DDP."
+                f"{type(self).__name__}(sharding_strategy='NO_SHARD') shards nothing, which is the same as DDP. Leave "
+                "the plugin (use_fsdp) out to use DDP."
             )
         keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
         if self.fsdp_version == 1:
             reshard = None  # the sharding strategy decides this; launchers set both
         if keeps and reshard is not None and _truth(reshard):
             raise ValueError(
-                f"{type(self).__name__}(sharding_strategy={name!r}) keeps weights unsharded from forward to "
-                f"backward, but reshard_after_forward={reshard!r} frees them. Leave one out."
+                f"{type(self).__name__}(sharding_strategy={name!r}) keeps weights unsharded from forward to backward, "
+                f"but reshard_after_forward={reshard!r} frees the weights. Leave one out."
             )
         keeps = keeps or (reshard is not None and not _truth(reshard))
         return {

@@ -63,13 +63,13 @@ _NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy
 class FSDPStrategy(DistributedStrategy):
     """``"fsdp"``: torch's ``fully_shard`` (Zhao et al., PyTorch FSDP, VLDB 2023; ZeRO-3, Rajbhandari et al., 2020).
 
-    A step gathers the module's repeated blocks one at a time. Parameters outside the blocks (the root's group) stay
-    unsharded for the whole step, so ``training_step`` can use them directly.
+    Each step gathers the weights of the module's repeated blocks one block at a time. Parameters outside the blocks
+    (the root's group) stay unsharded for the whole step, so ``training_step`` can use them directly.
 
     Mixed precision: weights are gathered in float32 and the step runs under autocast, so the results match a
     single-device run. ``mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)``
-    gathers in 16 bits instead, which halves the communication and the memory for gathered weights. The entire step then
-    runs in that dtype, including normalization, softmax and loss, and autocast is off.
+    gathers in 16 bits instead, which halves both the communication and the memory for gathered weights. The entire step
+    then runs in that dtype, including normalization, softmax and loss, and autocast is off.
 
     Gradients are not reduced until the last micro-batch of an accumulation window, so each process holds full,
     unsharded gradients until then.
@@ -79,12 +79,13 @@ class FSDPStrategy(DistributedStrategy):
     values as on one process with the same seed, provided that each layer initializes itself when it is created. When
     ``load_checkpoint_in_model`` loads weights into such layers, each process reads its own shards after sharding.
 
-    Each process holds full, unsharded buffers. They are not reduced, and checkpoints contain rank 0's buffers.
+    Each process holds full, unsharded buffers. The buffers are not reduced, and checkpoints contain those of rank 0.
 
     The parameters of ``ignored_modules`` are not sharded either: each process holds all of them, on its device, with
     full gradients and optimizer state. If they are trained, their gradients are averaged across all processes at the
     end of the backward pass that reduces the other gradients, so the results are the same as without
-    ``ignored_modules``. They keep their dtype, so with ``mixed_precision`` their inputs must be converted to it.
+    ``ignored_modules``. The ignored modules keep their dtype, so with ``mixed_precision``, their inputs must be
+    converted to that dtype.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
@@ -98,11 +99,11 @@ class FSDPStrategy(DistributedStrategy):
         activation_checkpointing: the modules to recompute during backward: True (the wrapped blocks), one or more
             classes or class names, or ``f(name, module) -> bool``.
         data_parallel_replicate: number of copies of the model (hybrid sharding).
-        data_parallel_shard: number of processes that each copy is sharded across.
+        data_parallel_shard: number of processes across which each copy is sharded.
         device_mesh: your own mesh, 1-D or 2-D (replicate, shard).
         ignored_modules: the modules whose parameters are not sharded: a list of modules, or a regular expression that
             matches their full names (``"encoder|.*[.]router"``).
-        find_unused_parameters: allow processes to use different parameters in a step; unused parameters get zero
+        find_unused_parameters: whether processes may use different parameters in a step; unused parameters get zero
             gradients. All processes must still run the same blocks.
         state_dict_type: ``"full"`` gathers each checkpoint on rank 0 and writes one file; with ``"sharded"``, each
             process writes its own shards to a folder. Both can be loaded with any strategy and any number of processes.
@@ -170,7 +171,7 @@ class FSDPStrategy(DistributedStrategy):
         self._mesh_shape()
 
     def _mesh_shape(self) -> tuple[int, ...]:
-        """Return the sizes of the mesh: (shard,), or (replicate, shard).
+        """Return the sizes of the mesh's dimensions: (shard,), or (replicate, shard).
 
         Raises:
             ValueError: the product of the sizes is not the number of processes.
@@ -219,9 +220,9 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """Context manager for creating layers.
+        """Context manager in which layers are created.
 
-        If weights are loaded into layers that are on the meta device, they are read after sharding.
+        If weights are loaded into layers on the meta device, the weights are read only after sharding.
         """
         with super().init_context(), self._noting():
             yield
@@ -261,13 +262,13 @@ class FSDPStrategy(DistributedStrategy):
         elif self._holder.settings != settings:
             raise RuntimeError(
                 f"This {type(module).__name__} was sharded by an FSDPStrategy with different arguments. Use the same "
-                "arguments, or build a new module and load the weights from a checkpoint."
+                "arguments as before, or build a new module and load its weights from a checkpoint."
             )
         elif self._holder.broken:
             raise RuntimeError(
                 f"An error ended the previous run of this {type(module).__name__} in the middle of a step, and torch "
-                f"{torch.__version__} cannot reset the module. Build a new one and load the weights from a checkpoint, "
-                "or upgrade torch to 2.13."
+                f"{torch.__version__} cannot reset the module. Build a new module and load its weights from a "
+                "checkpoint, or upgrade torch to 2.13."
             )
         elif any(parameter.is_meta for parameter in module.parameters()):
             raise RuntimeError(
@@ -312,7 +313,7 @@ class FSDPStrategy(DistributedStrategy):
         return waiting
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules to gather separately, by name."""
+        """Return the modules whose weights are gathered separately, by name."""
         return choose_blocks(module, self.wrap, parameter_ids(self._ignored))
 
     def _prepare(self, name: str, part: nn.Module) -> None:
@@ -322,7 +323,7 @@ class FSDPStrategy(DistributedStrategy):
     def _reshard_root(self) -> bool | None:
         """The root's ``reshard_after_forward``; True with manual optimization.
 
-        None keeps the root unsharded until backward, because backward needs the root first.
+        None keeps the root unsharded until the backward pass, which needs the root first.
         """
         if self._manual:
             return True
@@ -341,11 +342,11 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _ignored_parameters(self) -> set[nn.Parameter]:
-        """Return the current parameters of this module that are not sharded."""
+        """Return those current parameters of the sharded module that are not sharded."""
         return {parameter for module in self._ignored for parameter in module.parameters()}
 
     def _give_rank_zeros_values(self, part: nn.Module, later: Collection[Tensor] = ()) -> None:
-        """If an unsharded tensor has values, move it to the device and broadcast its values from rank 0.
+        """Move each unsharded tensor that has values to the device, and broadcast its values from rank 0.
 
         Parameters in ``later`` are left out.
         """
@@ -383,7 +384,7 @@ class FSDPStrategy(DistributedStrategy):
         return result
 
     def _by_hand(self, holder: Any, step: Callable[..., T], *args: Any) -> T:
-        """Run a step with manual optimization."""
+        """Run a step of a module with manual optimization."""
         self._inside = True
         try:
             return holder(step, *args)
@@ -397,8 +398,8 @@ class FSDPStrategy(DistributedStrategy):
             kind = type(optimizer).__name__
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
-                    "LBFGS does not work with FSDPStrategy: it needs all parameters and gradients in one vector, but "
-                    "each process holds only shards. Use another optimizer, or strategy='ddp'."
+                    "LBFGS does not work with FSDPStrategy, because LBFGS needs all parameters and gradients in one "
+                    "vector, but each process holds only shards. Use another optimizer, or strategy='ddp'."
                 )
             given = parameters_of(optimizer)
             foreign = [p for p in given if id(p) not in own]
@@ -406,9 +407,9 @@ class FSDPStrategy(DistributedStrategy):
                 raise ValueError(
                     f"The sharded module does not contain {len(foreign)} of the {len(given)} parameters of {kind} "
                     f"(the first one has shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
-                    "them, so an optimizer created earlier (in __init__) would train unused tensors. Create it in "
-                    "configure_optimizers, from self.parameters(); in your own loop, pass it the parameters of a "
-                    "single prepared model."
+                    "them, so an optimizer created earlier (in __init__) would train unused tensors. Create the "
+                    "optimizer in configure_optimizers, from self.parameters(). In your own loop, pass it the "
+                    "parameters of a single prepared model."
                 )
         self.precision.setup_optimizers(optimizers)
         if self.precision.scaler is not None and self._has_plain_parameters:
@@ -423,7 +424,7 @@ class FSDPStrategy(DistributedStrategy):
     def _unscale_parts(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts as one on every rank."""
+        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts as one on all ranks."""
         parameters = parameters_of(optimizer)
         sharded_tensors.settle(parameters)
         devices: dict[torch.device, list[Tensor]] = {}
@@ -446,14 +447,14 @@ class FSDPStrategy(DistributedStrategy):
             return RuntimeError(
                 "An operation got both a sharded parameter and a plain tensor. The parameters of a module that "
                 "FSDPStrategy wraps are unsharded only while that module's forward runs. Either use a parameter such "
-                "as self.block.weight only in the forward of self.block, or exclude the module from wrap=...; outside "
-                "a step, use trainer.predict or trainer.strategy.model_state(module)."
+                "as self.block.weight only in the forward of self.block, or exclude the module from wrap=.... "
+                "Outside a step, use trainer.predict or trainer.strategy.model_state(module)."
             )
         if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
             return RuntimeError(
                 f"torch cannot run an operation on a sharded tensor: {str(error).splitlines()[0]} With FSDPStrategy, "
                 "parameters, gradients and optimizer state are sharded outside a step. If the optimizer runs this "
-                "operation, use another optimizer (SGD, AdamW and most others work); in your own hook, use this "
+                "operation, use another optimizer (SGD, AdamW and most others work). In your own hook, use this "
                 "process's shard, parameter.to_local(). Or use strategy='ddp'."
             )
         return super().explain(error)
@@ -548,8 +549,9 @@ class FSDPStrategy(DistributedStrategy):
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._abandoned and self.world_size > 1:
             raise RuntimeError(
-                "The state cannot be saved after an error, because it is sharded and processes that did not fail might "
-                "not take part. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose less work."
+                "The state cannot be saved after an error, because it is sharded, and processes that did not fail "
+                "might not take part in saving it. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose "
+                "less work."
             )
         if self._in_parts:
             return sharded_tensors.detached(state)
@@ -592,7 +594,7 @@ class FSDPStrategy(DistributedStrategy):
 class _Holder(nn.Module):
     """The root module to shard. Its forward runs a step of the user's module, whose class does not change.
 
-    ``fully_shard`` replaces those methods that do nothing here.
+    ``fully_shard`` replaces the methods that do nothing in this class.
     """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:

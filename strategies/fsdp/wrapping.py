@@ -39,14 +39,14 @@ def check_ignored(ignored: Iterable[nn.Module] | str | None) -> tuple[nn.Module,
     found = () if isinstance(ignored, nn.Module) or not isinstance(ignored, Iterable) else tuple(ignored)
     if not found or not all(isinstance(module, nn.Module) for module in found):
         raise TypeError(
-            f"FSDPStrategy: ignored_modules={ignored!r} is {messages.a(ignored)}. Pass a list of modules, or a regular "
-            "expression that matches their full names."
+            f"FSDPStrategy: ignored_modules={ignored!r} is {messages.a(ignored)}. Pass a list of modules, or a "
+            "regular expression that matches the modules' full names."
         )
     return found
 
 
 def find_ignored(root: nn.Module, ignored: tuple[nn.Module, ...] | str | None) -> list[nn.Module]:
-    """Return the modules inside ``root`` that ``ignored_modules`` names.
+    """Return the modules inside ``root`` that ``ignored_modules`` lists or matches.
 
     Raises:
         ValueError: no parameter would be left to shard.
@@ -68,7 +68,7 @@ def find_ignored(root: nn.Module, ignored: tuple[nn.Module, ...] | str | None) -
     if whole and all(id(parameter) in whole for parameter in root.parameters()):
         raise ValueError(
             f"FSDPStrategy(ignored_modules=...) covers every parameter of {type(root).__name__}, so there is nothing "
-            "to shard. Name fewer modules, or use strategy='ddp'."
+            "to shard. Ignore fewer modules, or use strategy='ddp'."
         )
     return found
 
@@ -124,7 +124,7 @@ def find_modules(
         listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20)) or "none"
         raise ValueError(
             f"FSDPStrategy({argument}={_shown(policy)}) matches no module with parameters in {type(root).__name__}. "
-            f"The model contains these classes: {listed}. Name one of them, or leave {argument} out."
+            f"The model contains these classes: {listed}. Pass one of them, or leave {argument} out."
         )
     return found
 
@@ -170,7 +170,7 @@ def _by_size(candidates: dict[str, nn.Module], least: int, whole: Collection[int
 
 
 def _repeated_blocks(root: nn.Module, whole: Collection[int]) -> dict[str, nn.Module]:
-    """Return the repeated blocks.
+    """Return a model's repeated blocks.
 
     Among the classes that occur at least twice in a container, the class with the most parameters is chosen.
     """
@@ -213,8 +213,8 @@ def check_shapes(module: nn.Module, whole: Collection[int] = ()) -> None:
     if scalars:
         raise ValueError(
             f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
-            "be sharded. Give them shape (1,), as in nn.Parameter(torch.tensor([1.0])), leave their modules out "
-            "(ignored_modules=[...]), or use strategy='ddp'."
+            "be sharded. Give them shape (1,), as in nn.Parameter(torch.tensor([1.0])), exclude their modules from "
+            "sharding (ignored_modules=[...]), or use strategy='ddp'."
         )
 
 

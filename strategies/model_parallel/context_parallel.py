@@ -33,11 +33,11 @@ class SplitSequences:
 
     Args:
         mesh: a 1-D mesh; sequences are split across its processes.
-        dims: the sequence dimension of the batch's tensors; tensors that a mapping does not name are not split.
+        dims: the sequence dimension of the batch's tensors; with a mapping, tensors that are not in it are not split.
 
     Attributes:
         attention: context manager in which attention covers all parts. Backward passes that run forward passes again
-            (activation checkpointing) need it too.
+            (activation checkpointing) also need this context.
     """
 
     def __init__(self, mesh: DeviceMesh, dims: Dims) -> None:
@@ -46,9 +46,9 @@ class SplitSequences:
         self._whole = WeakTensorKeyDictionary()
 
     def bind(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:
-        """Return a training step that runs on one part of each sequence and attends to all parts.
+        """Return a training step that runs on one part of each sequence, with attention to all parts.
 
-        If the loop splits sequences (``dims`` is empty), return a step that hides padding without a mask.
+        If the user's loop splits the sequences (``dims`` is empty), return a step that hides padding without a mask.
         """
         if self.dims == {}:
             return self.without_padding_mask(step)
@@ -94,8 +94,8 @@ class SplitSequences:
     def without_padding_mask(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a model's forward without ``attention_mask``, if causal attention hides the padding anyway.
 
-        A mask that was split covers only one part of the sequence. Padding at the end has no effect on the tokens
-        before it. This copies the mask to the host.
+        The mask is dropped because, once split, it covers only one part of the sequence. With causal attention, padding
+        at the end has no effect on the tokens before it. The mask is copied to the host to check this.
         """
 
         def forward_without(*args: Any, **kwargs: Any) -> Any:
@@ -129,8 +129,8 @@ class SplitSequences:
         if absent:
             has = f"has the keys {list(named)}" if named else f"is {messages.a(batch)}"
             raise ValueError(
-                f"{_DIMS} has the key {absent[0]!r}, but the batch {has}. Use "
-                "the batch's keys (indices for a tuple), or one number, the sequence dimension of all tensors."
+                f"{_DIMS} has the key {absent[0]!r}, but the batch {has}. Use the batch's keys (indices for a tuple), "
+                "or pass one number as the sequence dimension of all tensors."
             )
         parts = {
             key: self._part(value, self.dims[key], repr(key)) if key in self.dims else value
@@ -145,21 +145,22 @@ class SplitSequences:
         count = self.mesh.size()
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
-                f"{said} sets {dim} as the sequence dimension of {name}, but its shape is {tuple(tensor.shape)}. Pass "
+                f"{said} sets {dim} as the sequence dimension of {name}, which has shape {tuple(tensor.shape)}. Pass "
                 "the sequence dimension of each tensor."
             )
         if tensor.shape[dim] % count:
             raise ValueError(
                 f"A sequence of {tensor.shape[dim]} elements ({name}, dimension {dim}) cannot be split evenly across "
-                f"context_parallel={count} processes. Pad it to a multiple of {count}, or drop the last elements."
+                f"context_parallel={count} processes. Pad the sequence to a multiple of {count}, or drop its last "
+                "elements."
             )
         return tensor.chunk(count, dim)[self.mesh.get_local_rank()]
 
 
 def check_layers(module: nn.Module) -> None:
-    """Raise a NotImplementedError if a layer would compute a different result on a part of a sequence.
+    """Raise a NotImplementedError if a layer would compute a different result on a part than on the full sequence.
 
-    This recognizes torch's recurrent layers and the configurations of models from transformers.
+    The check recognizes torch's recurrent layers and the configurations of models from transformers.
     """
     for name, part in module.named_modules():
         config = getattr(part, "config", None)
@@ -167,7 +168,7 @@ def check_layers(module: nn.Module) -> None:
         if isinstance(attention, str) and attention != "sdpa":
             raise NotImplementedError(
                 f"{name or type(part).__name__} has attn_implementation={attention!r}, which would attend only to the "
-                "part of a sequence on one process. Load the model with attn_implementation='sdpa'."
+                "part of a sequence that is on one process. Load the model with attn_implementation='sdpa'."
             )
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         if isinstance(part, nn.RNNBase):
@@ -179,16 +180,16 @@ def check_layers(module: nn.Module) -> None:
             found = f"sliding_window={window}" if slides else ""
         if found:
             raise NotImplementedError(
-                f"{name or type(part).__name__} has layers ({found}) that need more of a sequence than the part on one "
-                "process. Context parallelism (context_parallel, cp_size) supports full attention only. Use another "
-                "model, or do not split sequences."
+                f"{name or type(part).__name__} has layers ({found}) that need more of a sequence than the part that "
+                "is on one process. Context parallelism (context_parallel, cp_size) supports full attention only. "
+                "Use another model, or do not split its sequences."
             )
 
 
 class _Attention(TorchFunctionMode):
     """Context manager in which attention uses this part's queries with the keys and values of all parts.
 
-    Entering it again inside itself has no effect.
+    Entering the context again inside itself has no effect.
 
     Attributes:
         padded: whether the sequences end with padding that only causal attention hides.
@@ -226,7 +227,8 @@ class _Attention(TorchFunctionMode):
     ) -> None:
         """Run ``tensor.backward`` inside this context, for forward passes that activation checkpointing repeats.
 
-        Torch would leave the context in ``tensor.backward``, so this runs backward from the tensor's gradient edge.
+        Torch would leave the context in ``tensor.backward``, so this method runs backward from the tensor's gradient
+        edge.
         """
         if inputs is not None or not tensor.requires_grad or (gradient is None and tensor.numel() != 1):
             tensor.backward(gradient, retain_graph, create_graph, inputs)
@@ -254,8 +256,8 @@ class _Attention(TorchFunctionMode):
             )
         if self.padded and not is_causal:
             raise NotImplementedError(
-                "The sequences are padded, and attention is not causal, so it would include the padding. With split "
-                "sequences, masks are not supported: use causal attention, or batches without padding."
+                "The sequences are padded, and attention is not causal, so attention would include the padding. With "
+                "split sequences, masks are not supported: use causal attention, or batches without padding."
             )
         length = query.shape[-2]
         if is_causal and key.shape[-2] != length:
@@ -273,6 +275,6 @@ class _Attention(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
 
     def _all_parts(self, tensor: Tensor) -> Tensor:
-        """Return the full sequence, (..., length, features); a part's gradients are summed across processes."""
+        """Return the full sequence, shape (..., length, features); gradients of a part are summed across processes."""
         part = DTensor.from_local(tensor, self.mesh, [Shard(tensor.dim() - 2)], run_check=False)
         return part.full_tensor(grad_placements=[Partial()])

@@ -16,7 +16,7 @@ _SAID = "ParallelismConfig(sp_size=...)"
 
 
 class SplitBatches(SplitSequences):
-    """Cuts batches in the loader, and lets attention cover all parts in forward passes that get a part.
+    """Cuts batches in the loader, and makes attention cover all parts of a sequence in forward passes on one part.
 
     Dimension 1 of every tensor of a batch is the sequence. ``shift_labels``, the next token at each position, replaces
     ``labels``, because the token that follows a part's last token is in the next part.

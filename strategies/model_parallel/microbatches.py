@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, and join the results that a step returns for each."""
+"""Split a batch into micro-batches, and join the results that a step returns for each micro-batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     """Split a batch along the first dimension of its tensors.
 
-    Tensors whose first dimension has a different size than that of the batch's first tensor are not split; every
-    micro-batch gets them in full. Lists with one value per sample (a string, a number) are split like tensors.
+    Tensors whose first dimension differs in size from that of the batch's first tensor are not split; every micro-batch
+    gets them in full. Lists with one value per sample (a string, a number) are split like tensors.
 
     Args:
         batch: tensors in tuples, lists, mappings or dataclasses.
@@ -27,7 +27,7 @@ def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
             each of the first micro-batches gets one more sample than the others.
 
     Returns:
-        The micro-batches, and the number of samples in each.
+        The micro-batches, and the number of samples in each of them.
 
     Raises:
         TypeError: the batch contains no tensor with a first dimension.
@@ -35,8 +35,8 @@ def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
     size = _first_size(batch)
     if size is None:
         raise TypeError(
-            f"A batch of type {type(batch).__name__} cannot be split into micro-batches for the pipeline: it contains "
-            "no tensor with a first dimension. Pass tensors in tuples, lists, dicts or dataclasses."
+            f"A batch of type {type(batch).__name__} cannot be split into micro-batches for the pipeline, because it "
+            "contains no tensor with a first dimension. Pass tensors in tuples, lists, dicts or dataclasses."
         )
     count = max(min(count, size), 1)
     ends = [size // count * index + min(index, size % count) for index in range(count + 1)]
@@ -76,7 +76,7 @@ def _has_a_value_each(values: Sequence[Any], size: int) -> bool:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container of the same kind with changed values; return a value that is not a container unchanged."""
+    """Return a container of the same kind with its values changed; return any other value unchanged."""
     if isinstance(value, tuple):
         values = [change(v) for v in value]
         return value._make(values) if hasattr(value, "_make") else type(value)(values)  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join the results that a step returned for a batch's micro-batches.
+    """Join the results that a step returned for the micro-batches of a batch.
 
     Tensors and lists with one entry per sample are concatenated, and single numbers are averaged over samples, even
     inside containers. Any other value is taken from the first micro-batch.

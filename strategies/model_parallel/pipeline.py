@@ -37,10 +37,10 @@ _HOST = torch.device("cpu")
 class Pipeline:
     """Runs the steps of a ModelParallelStrategy's module, whose blocks are on successive processes.
 
-    All processes of a pipeline see the same batch. It is split into micro-batches, which pass through the stages one
-    after another. Every stage runs ``training_step`` for each micro-batch, from the stage's first block to its last.
-    Code after the network (the loss, ``self.log``) runs on the last stage. Forward and backward both run within the
-    step, so calling backward on the returned loss only produces a factor for the gradients.
+    All processes of a pipeline see the same batch. The batch is split into micro-batches, which pass through the stages
+    one after another. Every stage runs ``training_step`` for each micro-batch, from the stage's first block to its
+    last. Code after the network (the loss, ``self.log``) runs on the last stage. Forward and backward both run within
+    the step, so calling backward on the returned loss only determines a factor for the gradients.
 
     Args:
         strategy: the strategy that this pipeline belongs to.
@@ -49,7 +49,8 @@ class Pipeline:
             Language Model Training, 2021).
         microbatches: number of micro-batches per batch; four per process if None.
         virtual_stages: number of stages per process; only the interleaved schedule has more than one (default: 2).
-        split_points: names of the first modules of the second and later stages; if None, split evenly by parameters.
+        split_points: names of the first modules of the second and later stages; if None, the parameters are split
+            evenly.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Pipeline:
     # ---- processes ----------------------------------------------------------------------------------------------
 
     def meet(self, mesh: Any) -> None:
-        """Set this process's position in the mesh's ``"pp"`` dimension, and create the process groups."""
+        """Set this process's position in the mesh's ``"pp"`` dimension, and create the pipeline's process groups."""
         self.group = mesh["pp"].get_group()
         self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         self.host = self._host_group(mesh, "pp")
@@ -116,7 +117,7 @@ class Pipeline:
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def knows(self, module: nn.Module) -> bool:
-        """Return True if this module has been split."""
+        """Return True if this pipeline has split the module."""
         return self.stages is not None and self.stages.module is module
 
     def split(self, module: nn.Module) -> None:
@@ -126,14 +127,14 @@ class Pipeline:
         self.weights = Weights(self, self.stages)
 
     def rest(self) -> None:
-        """Free the buffers of the last run's micro-batches."""
+        """Free the buffers that the last run's micro-batches used."""
         self._plans.clear()
         self._passages.clear()
         self._leaf = None
 
     @property
     def held(self) -> Weights:
-        """The weights; raises an error if no module is set up yet."""
+        """The pipeline's weights; raises an error if no module is set up yet."""
         if self.weights is None:
             raise RuntimeError("The pipeline has no module yet. Call setup_module first.")
         return self.weights
@@ -144,7 +145,7 @@ class Pipeline:
         return getattr(module, APPLY)(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def check_training(self, module: nn.Module) -> None:
-        """Raise if a pipeline cannot train this module."""
+        """Raise if this pipeline cannot train a module."""
         if not getattr(module, "automatic_optimization", True):
             raise ValueError(
                 f"{type(module).__name__} uses manual optimization, but a pipeline's schedule interleaves the "
@@ -153,7 +154,7 @@ class Pipeline:
             )
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Set the optimizers, whose state is on the same processes as the weights."""
+        """Set the optimizers, whose state is on the same processes as the weights that they update."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
@@ -184,7 +185,8 @@ class Pipeline:
             if is_compiled(module):
                 raise ValueError(
                     f"{type(module).__name__} ({name or 'the module itself'}) is compiled as a whole, but a pipeline "
-                    f"splits it between its blocks. Compile the blocks instead: for block in ...: block.compile()."
+                    "splits a network between its blocks. Compile the blocks instead: for block in ...: "
+                    "block.compile()."
                 )
 
     def _run(self, step: Callable[..., Any], logs: Any, batch: Any, more: tuple[Any, ...], training: bool) -> Any:
@@ -223,7 +225,7 @@ class Pipeline:
         return None if precision.scaler is None else precision.scale_loss(torch.ones((), device=self.strategy.device))
 
     def _output(self, call: Call, logs: Any, weights: Weights) -> Any:
-        """Return the step's output for the whole batch; the loss and logged values are the same on every stage."""
+        """Return the step's output for the whole batch, with the same loss and logged values on every stage."""
         if not call.training:
             output = micro.join(call.outputs, call.sizes) if self.last else None
             self._share(("", None), [], logs)
@@ -241,7 +243,7 @@ class Pipeline:
         return {**output, "loss": loss} if output else loss
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
-        """Multiply the last batch's gradients by the factor that the user applied to the loss, and reduce them."""
+        """Multiply the last batch's gradients by the factor that the user applied to its loss, and reduce them."""
         leaf, weights = self._leaf, self.held
         if leaf is None:
             raise RuntimeError(
@@ -297,7 +299,7 @@ class Pipeline:
         return box[0]
 
     def compute_metric(self, metric: Any) -> Any:
-        """Compute a torchmetrics ``Metric`` on the last stage, which has updated it; return its value on all stages."""
+        """Compute a torchmetrics ``Metric`` on the last stage, which has updated it; return the value on all stages."""
         value = None
         if self.last:
             before = metric._to_sync, metric.process_group
@@ -315,10 +317,10 @@ class Pipeline:
         """Send the last stage's ``numbers`` (such as the loss) and logged values to all stages.
 
         The values are sent from device to device. The CPU process group exchanges only a few integers and, if the
-        layout of the values is new, that layout. The same exchange tells ``weights`` which stages use which weights.
+        layout of the values is new, that layout. The same exchange informs ``weights`` which stages use which weights.
 
         Returns:
-            The last stage's ``form`` and ``numbers``, shape (n,).
+            The last stage's ``form`` and ``numbers``, of shape (n,).
         """
         logged, values = logs.take() if self.last and logs is not None else ((), [])
         use = weights.use() if weights is not None else []
@@ -359,7 +361,7 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
         raise ValueError(messages.unknown("pipeline schedule", schedule, SCHEDULES))
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} must be a positive integer. Change it, or leave it out.")
+            raise ValueError(f"{name}={value!r} is not a positive integer. Change it, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
             f"virtual_stages={virtual_stages} has no effect, because pipeline_schedule={schedule!r} has one stage per "

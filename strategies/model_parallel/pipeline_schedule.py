@@ -29,14 +29,14 @@ class Call:
 
     Args:
         step: the user's step.
-        more: the step's arguments after the batch.
+        more: the arguments that the step gets after the batch.
         batches: the micro-batches.
         sizes: number of samples in each micro-batch.
         seed: seed for all stages; random numbers still differ between micro-batches and between stages.
         scale: fp16's loss scale, or None.
         training: whether to run backward too.
-        unit: divisor of weighted losses, about the number of items in a micro-batch, which keeps the losses in fp16's
-            range; None if not known yet.
+        unit: divisor of weighted losses, close to the number of items in a micro-batch, which keeps the losses in
+            fp16's range; None if it is not known yet.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Call:
         self.unit = unit
 
     def finish(self, index: int, output: Any) -> Tensor:
-        """Store the step's output (on the last stage) and return the tensor to run backward on, shape ()."""
+        """Store the step's output (on the last stage) and return the tensor, shape (), to run backward on."""
         if not self.training:
             self.outputs[index] = output
             return torch.zeros(())
@@ -71,7 +71,7 @@ class Call:
         if not loss.requires_grad:
             raise RuntimeError(
                 "training_step returned a loss that does not require gradients, so the last pipeline stage cannot be "
-                "trained. Compute it from the module's output without .item(), .detach() or torch.no_grad()."
+                "trained. Compute the loss from the module's output without .item(), .detach() or torch.no_grad()."
             )
         items = output.get("num_items") if isinstance(output, Mapping) else None
         self.items[index] = items
@@ -86,9 +86,9 @@ class Call:
         return loss if self.scale is None else loss * self.scale
 
     def loss(self) -> tuple[list[Any], tuple[bool, str]]:
-        """Return a list with the batch's loss, and a pair (whether the step returned items, the loss's dtype).
+        """Return a list with the batch's loss, and a pair (whether the step returned ``num_items``, the loss's dtype).
 
-        If the step returned items, the list also contains their number, and that number divided by ``unit``.
+        If ``unit`` is known, the list also contains the number of items, and that number divided by ``unit``.
         """
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in self.outputs]
         form = (self.items[0] is not None, str(losses[0].dtype).removeprefix("torch."))
@@ -104,11 +104,11 @@ class Call:
 
 
 class MicrobatchSchedule:
-    """Runs ``count`` micro-batches that have the same tensor shapes and dtypes (the same form).
+    """Runs ``count`` micro-batches whose tensors have the same shapes and dtypes (the same form).
 
-    When created, it finds the forms of the tensors that are sent between stages. Each stage runs the first micro-batch
-    up to the next stage's first block, with zeros in place of the values from earlier stages, and sends the forms of
-    that block's arguments to the next stage. ``passages`` contains what is already known about each stage for
+    When it is created, it finds the forms of the tensors that are sent between stages. Each stage runs the first
+    micro-batch up to the next stage's first block, with zeros in place of the values from earlier stages, and sends the
+    forms of that block's arguments to the next stage. ``passages`` contains what is already known about each stage for
     micro-batches of this form.
     """
 
@@ -195,7 +195,7 @@ class MicrobatchSchedule:
         name = self.stages.names[block]
         return (
             f"The step of {type(self.stages.module).__name__} finished without calling {name}, the first module of a "
-            "pipeline stage. Every step must call all of the network's blocks in order. Name other modules in "
+            "pipeline stage. Every step must call all of the network's blocks in order. List other modules in "
             "split_points, or use pipeline_parallel=1."
         )
 
@@ -203,9 +203,9 @@ class MicrobatchSchedule:
         name = self.stages.names[self.stages.range(stage).start]
         return RuntimeError(
             f"Pipeline stage {stage}, which begins with {name}, needs the value of a tensor that an earlier stage "
-            f"computes, but that is not an argument of {name}. It may be a skip connection, a weight of another stage, "
-            "or a Python number read from an earlier tensor. Pass the tensor through the blocks' arguments, or use "
-            "split_points to split the model elsewhere."
+            f"computes but that is not passed to {name} as an argument. The tensor may be a skip connection, a weight "
+            "of another stage, or the source of a Python number. Pass the tensor through the blocks' arguments, or "
+            "use split_points to split the model elsewhere."
         )
 
     # ---- forms -----------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class MicrobatchSchedule:
                     buffer.copy_(value)
 
     def _offer(self, stage: int) -> None:
-        """Send the next stage a list of this stage's tensors, and receive which of them it needs."""
+        """Send the next stage a list of this stage's tensors, and receive the indices of the tensors that it needs."""
         passage = self.passages[stage]
         received = tuple(form.make(self.device) for form in passage.inputs)
         left, _ = self._reach(stage, self.first, received)
@@ -240,7 +240,7 @@ class MicrobatchSchedule:
         passage.outputs = tuple(forms[position] for position in wanted)  # type: ignore[misc]
 
     def _ask(self, stage: int) -> None:
-        """Find out which tensors the previous stage has, and tell it which ones this stage needs."""
+        """Find out which tensors the previous stage has, and tell that stage which of them this stage needs."""
         passage, sender = self.passages[stage], self.pipeline.process_of(stage - 1)
         forms = self._receive(sender)
         if forms is None:
@@ -252,8 +252,9 @@ class MicrobatchSchedule:
         if left.count != len(forms) or any(forms[position] is None for position in left.leaves):
             problem = (
                 f"{self.stages.names[self.stages.range(stage).start]}, the first module of pipeline stage {stage}, "
-                "gets different arguments on this stage than on the previous one. Arguments must not depend on tensor "
-                "values, and must not be objects that blocks change (for transformers models, pass use_cache=False)."
+                "gets different arguments on this stage than on the previous one. These arguments must not depend on "
+                "tensor values, and must not be objects that blocks change (for transformers models, pass "
+                "use_cache=False)."
             )
         self._send(problem or left.leaves, sender)
         if problem:

@@ -3,8 +3,8 @@
 No network is rewritten or traced. Every stage runs the user's step as written and intercepts calls to a few blocks:
 blocks before the stage are skipped, the stage's first block gets the tensors from the previous stage, and the call to
 the next stage's first block ends the step and provides the tensors to send. Before its first block, every stage
-computes everything that needs no weights (masks, positions, and noise, because all stages draw the same random
-numbers). Values derived from weights are replaced by torch's fake tensors, which have a shape but no values.
+computes everything that needs no weights: masks, positions, and also noise, because all stages draw the same random
+numbers. Values derived from weights are replaced by torch's fake tensors, which have a shape but no values.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class TensorForm:
 
 @dataclass
 class Passage:
-    """The known properties of a stage for micro-batches of one form.
+    """What is known about a stage for micro-batches of one form.
 
     Attributes:
         wanted: indices of the arguments of the stage's first block that the stage must receive.
-        inputs: the forms of these tensors.
+        inputs: the forms of these arguments.
         sent: indices of the arguments of the next stage's first block that this stage sends.
-        outputs: the forms of these tensors.
+        outputs: the forms of these arguments.
         skipped: the results of each block before the stage, as fake tensors.
-        carried: the stage's blocks that get tensors computed before its first block; None if not known yet.
+        carried: the stage's blocks that get tensors computed before the stage's first block; None if not known yet.
     """
 
     wanted: tuple[int, ...] = ()
@@ -109,7 +109,7 @@ class Stages:
         return max(stage for stage in range(self.count) if self.starts[stage] <= block)
 
     def holders(self) -> dict[str, set[int]]:
-        """Return the stages that hold each parameter and buffer; a tied tensor is listed under its first name."""
+        """Return, for each parameter and buffer, the stages that hold it. Tied tensors use their first name."""
         inside: dict[int, set[int]] = {}
         for index, block in enumerate(self.blocks):
             for tensor in (*block.parameters(), *block.buffers()):
@@ -150,10 +150,10 @@ class StageRun:
     Args:
         stages: all stages.
         index: the stage.
-        passage: the known properties of the stage; the first runs add to them.
+        passage: what is known about the stage; the first runs add to it.
         received: tensors from the previous stage, in the order of ``passage.wanted``.
-        stop_at_entry: end the run at the stage's first block, to find out which tensors the stage needs.
-        on_entry: called at the stage's first block.
+        stop_at_entry: whether to end the run at the stage's first block, to find out which tensors the stage needs.
+        on_entry: function that is called at the stage's first block.
         seen: receives the ids of the parameters that the stage's own blocks use; None if not needed.
     """
 
@@ -197,7 +197,7 @@ class StageRun:
         return False
 
     def _answer(self, block: int, how: Callable[..., Any]) -> None:
-        """Make ``how`` handle calls to a block, before hooks and compiled code run."""
+        """Make the function ``how`` handle calls to a block, before hooks and compiled code run."""
         attributes = vars(self.stages.blocks[block])
         self._before[block] = attributes.get(COMPILED_CALL)
         attributes[COMPILED_CALL] = how
@@ -273,7 +273,7 @@ class StageExit(BaseException):
 
     Args:
         count: number of leaves in the block's arguments.
-        leaves: the leaves, or the indices of those that are needed.
+        leaves: the leaves, or the indices of the leaves that the stage needs.
     """
 
     def __init__(self, count: int, leaves: tuple[Any, ...]) -> None:
@@ -282,10 +282,10 @@ class StageExit(BaseException):
 
 
 class _Mode(TorchFunctionMode):
-    """Replaces values derived from weights with fake tensors before a stage's first block; the rest runs as written.
+    """Replaces values derived from weights with fake tensors before a stage's first block; other code runs as written.
 
-    ``on`` is True until the step reaches that block. After the block, ``seen`` receives the ids of the parameters that
-    the step uses.
+    ``on`` is True until the step reaches that block. From that block on, ``seen`` receives the ids of the parameters
+    that the step uses.
     """
 
     def __init__(self, stages: Stages, seen: set[int] | None, on: bool) -> None:
@@ -341,7 +341,7 @@ def is_weight(leaf: Any) -> bool:
 
 
 def is_fake(leaf: Any) -> bool:
-    """Return True if this is a fake tensor, which replaces a result from before the stage's first block."""
+    """Return True if a value is a fake tensor, which replaces a result from before the stage's first block."""
     return isinstance(leaf, FakeTensor)
 
 
@@ -359,7 +359,7 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
-    """Return the names and sizes of the blocks.
+    """Return the names and sizes of a module's blocks.
 
     The blocks are the children of the container with the most parameters, not counting its largest child.
     """
@@ -380,9 +380,8 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
         )
     if (found := sum(size > 0 for size in sizes)) < count:
         raise ValueError(
-            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), but there are {count} "
-            "pipeline stages. Use fewer stages (pipeline_parallel, virtual_stages), or name smaller modules in "
-            "split_points."
+            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), but there are {count} pipeline "
+            "stages. Use fewer stages (pipeline_parallel, virtual_stages), or list smaller modules in split_points."
         )
     return names, sizes
 
@@ -417,7 +416,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     if isinstance(split_points, str) or len(split_points) != count - 1:
         raise ValueError(
             f"split_points={split_points!r} must list the name of the first module of each pipeline stage except the "
-            f"first one ({count - 1} in total, for {count} stages)."
+            f"first stage ({count - 1} names for {count} stages)."
         )
     known = [name for name, _ in module.named_modules() if name]
     for name in split_points:
@@ -433,7 +432,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     if nested:
         raise ValueError(
             f"split_points={list(split_points)!r}: {nested[0]} is inside another block, so the model cannot be split "
-            "there. Choose blocks that are not inside each other, nor inside a block beside another split point."
+            "there. Choose blocks that are not inside each other, and not inside a sibling of another split point."
         )
     starts = [0, *(names.index(name) for name in split_points)]
     if starts != sorted(set(starts)):

@@ -1,4 +1,4 @@
-"""ModelParallelStrategy with ``pipeline_parallel`` greater than 1, which splits the module into stages."""
+"""The part of ModelParallelStrategy that splits the module into stages, if ``pipeline_parallel`` is greater than 1."""
 
 from __future__ import annotations
 
@@ -50,18 +50,20 @@ class PipelineSteps(Base):
             if options.get(name, given) != given:
                 raise ValueError(
                     f"ModelParallelStrategy({name}=...) shards or recomputes blocks, which pipeline_parallel does not "
-                    f"support. Leave {name} out. To checkpoint activations, do so in the blocks' own forward."
+                    f"support. Leave {name} out. To recompute activations, use torch.utils.checkpoint in the blocks' "
+                    "own forward."
                 )
         if self._needs_sharding or self.asked["dp_shard"] not in ("auto", 1):
             raise ValueError(
-                f"ModelParallelStrategy(data_parallel_shard={self.asked['dp_shard']!r}, pipeline_parallel="
-                f"{self.asked['pp']}): a pipeline's weights cannot be sharded. Use "
-                "data_parallel_replicate to replicate the pipeline, or add stages so that each needs less memory."
+                f"ModelParallelStrategy(data_parallel_shard={self.asked['dp_shard']!r}, "
+                f"pipeline_parallel={self.asked['pp']}): a pipeline's weights cannot be sharded. Use "
+                "data_parallel_replicate to replicate the pipeline, or add stages so that each stage needs less "
+                "memory."
             )
         if self.asked["cp"] != 1:
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel={self.asked['cp']}, pipeline_parallel={self.asked['pp']}): "
-                "a pipeline cannot run on split sequences. Use only one of the two."
+                f"ModelParallelStrategy(context_parallel={self.asked['cp']}, pipeline_parallel={self.asked['pp']}): a "
+                "pipeline cannot run on split sequences. Use only one of these two arguments."
             )
         if self.loss_parallel:
             raise ValueError(
@@ -101,7 +103,7 @@ class PipelineSteps(Base):
         return pipeline.to_device(module)
 
     def _split_layers(self, module: nn.Module) -> None:
-        """Split layers for tensor parallelism before this process drops the other stages."""
+        """Split layers for tensor parallelism before this process drops the weights of the other stages."""
         splitter = self._make_splitter(module)
         if splitter is None:
             return
@@ -206,7 +208,7 @@ class PipelineSteps(Base):
 
 
 def _put_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with its sharded tensors gathered; every process of a stage must call this."""
+    """Return a state dict with its sharded tensors gathered; every process of a stage must call this."""
     return {
         key: value.full_tensor() if isinstance(value, DTensor) and not value.is_meta else value
         for key, value in state.items()

@@ -1,4 +1,4 @@
-"""A pipeline's weights: track which process holds which, reduce their gradients, and gather full state dicts."""
+"""A pipeline's weights: track which process holds each weight, reduce gradients, and gather full state dicts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Weights:
         self._earlier = []
 
     def use(self) -> list[int]:
-        """Return two integers per shared weight: whether this process uses it, and whether it has a gradient."""
+        """Return two integers per shared weight: whether this process uses it, and whether a gradient exists."""
         mine, seen = 1 << self.pipeline.rank, self.seen or ()
         found = []
         for name in self._shared:
@@ -116,7 +116,7 @@ class Weights:
             self._held = [parameter for parameter in self._named.values() if not parameter.is_meta]
 
     def reduce_gradients(self) -> None:
-        """Sum gradients across the processes that share a weight; average all gradients across pipeline copies."""
+        """Sum a shared weight's gradients across its processes; average all gradients across pipeline copies."""
         by_users: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name in self._shared:
             users = self._users.get(name, set())
@@ -134,8 +134,8 @@ class Weights:
     def _sum_across(self, users: tuple[int, ...], flat: Tensor) -> None:
         """Sum a tensor in place across some of the pipeline's processes.
 
-        This avoids a separate process group, which all processes would have to create, including those of other
-        pipelines.
+        This avoids a separate process group, which all processes, including those of other pipelines, would have to
+        create.
         """
         group = self.pipeline.group
         if len(users) == self.pipeline.size:
@@ -171,7 +171,7 @@ class Weights:
         return norm
 
     def agree_on_overflow(self, scaler: Any, optimizer: Optimizer) -> None:
-        """Treat an overflow on one stage as an overflow on all, so that either all stages step or none does."""
+        """Treat an overflow on one stage as an overflow on all stages, so that either all stages step or none does."""
         if scaler is None or not scaler.is_enabled():
             return
         for found in scaler_states(scaler)[id(optimizer)]["found_inf_per_device"].values():
@@ -180,7 +180,7 @@ class Weights:
     def _counts(self, name: str | None) -> bool:
         """Return True if this process includes a gradient in the total norm.
 
-        If several processes share a weight, only the first of these processes includes its gradient.
+        If several processes share a weight, only the first of these processes includes the weight's gradient.
         """
         if name is None:
             return self.pipeline.rank == 0
@@ -189,7 +189,7 @@ class Weights:
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full ``state_dict`` on the pipeline's first process; other processes return their own part."""
+        """Return the full ``state_dict`` on the pipeline's first process; on the others, return their own part."""
         changed = {n for n, value in self._outside.items() if not torch.equal(value, self.module.get_buffer(n))}
         mine = {}
         for name, value in state.items():
@@ -215,7 +215,7 @@ class Weights:
         return result
 
     def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full optimizer state on the pipeline's first process; other processes return their own part."""
+        """Return the full optimizer state on the pipeline's first process; on the others, return their own part."""
         if self.pipeline.rank:
             self._send_to_first(state["state"])
             return state
@@ -246,7 +246,7 @@ class Weights:
 
 
 def in_buckets(parameters: list[nn.Parameter], reduce: Callable[[Tensor], None]) -> None:
-    """Reduce gradients in place with ``reduce``, in buckets, shape (n,); a missing gradient counts as zero."""
+    """Reduce gradients in place with ``reduce``, in buckets of shape (n,); a missing gradient counts as zero."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

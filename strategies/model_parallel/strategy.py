@@ -1,4 +1,4 @@
-"""One model distributed across a mesh: split layers, pipeline stages, sharded and replicated parameters."""
+"""Distribute one model across a mesh: split layers, pipeline stages, and sharded or replicated parameters."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ class ModelParallelStrategy(FSDPStrategy):
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         data_parallel_replicate: number of copies of the (sharded) model.
-        data_parallel_shard: number of processes to shard each parameter across, as FSDPStrategy does; ``"auto"`` uses
-            all processes that the other sizes leave free.
-        tensor_parallel: number of processes to split each layer across; ``"auto"`` uses all processes on one machine.
-        pipeline_parallel: number of process groups that hold successive layers.
-        context_parallel: number of processes to split each sequence across.
+        data_parallel_shard: number of processes across which each parameter is sharded, as in FSDPStrategy; ``"auto"``
+            uses all processes that the other sizes leave free.
+        tensor_parallel: number of processes across which each layer is split; ``"auto"`` uses all processes on one
+            machine.
+        pipeline_parallel: number of pipeline processes, which hold successive layers.
+        context_parallel: number of processes across which each sequence is split.
         plan: how layers are split: a mapping from patterns of layer names (``"net.blocks.*.attn.q"``) to ``"colwise"``,
             ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` finds pairs of
             linear layers, and attention layers with separate q, k and v, by their names and shapes. Each process then
@@ -68,13 +69,14 @@ class ModelParallelStrategy(FSDPStrategy):
             must not hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
         loss_parallel: also split the layer that computes the logits, by classes, so that no process holds all logits.
             Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
-        context_parallel_dims: the sequence dimension of a batch's tensors, for ``context_parallel``: ``1`` for
-            all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple, ``{0: 1}``). The step
-            gets one part of each sequence, so the batch must contain positions, and labels that are already shifted.
-            The loss must be a mean over that part, or come with ``num_items``. Attention
+        context_parallel_dims: the sequence dimension of a batch's tensors, for ``context_parallel``: ``1`` for all
+            tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple, ``{0: 1}``). The step gets
+            one part of each sequence, so the batch must contain positions, and labels that are already shifted. The
+            loss must be a mean over that part, or be returned with ``num_items``. Attention
             (``scaled_dot_product_attention``) covers all parts. Evaluation runs on full sequences. With ``{}``, a step
-            gets full sequences, and the loop splits them itself (``accelerator.maybe_context_parallel``). With
-            ``"loader"``, the Accelerator's prepared loaders split them, as for ``ParallelismConfig(sp_size=...)``.
+            gets full sequences, and your loop splits them itself (``accelerator.maybe_context_parallel``). With
+            ``"loader"``, the Accelerator's prepared loaders split the sequences, as for
+            ``ParallelismConfig(sp_size=...)``.
         pipeline_schedule: the order in which micro-batches pass through the stages: ``"gpipe"``, ``"1f1b"`` (default)
             or ``"interleaved_1f1b"``.
         microbatches: number of micro-batches per batch for the pipeline; four per pipeline process if None.
@@ -149,9 +151,9 @@ class ModelParallelStrategy(FSDPStrategy):
             )
         if self.ignored_modules is not None and (tensor_parallel != 1 or pipeline_parallel != 1):
             raise ValueError(
-                "ModelParallelStrategy(ignored_modules=...) only works if whole modules are sharded, but "
+                "ModelParallelStrategy(ignored_modules=...) only works if modules are not split, but "
                 f"tensor_parallel={tensor_parallel!r} and pipeline_parallel={pipeline_parallel} split modules. Leave "
-                "ignored_modules out, or leave the modules out of the split with plan={...}."
+                "ignored_modules out, or use plan={...} to exclude these modules from the split."
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
@@ -177,14 +179,14 @@ class ModelParallelStrategy(FSDPStrategy):
             self._sequences = kind(self.mesh["cp"], self.context_dims)  # type: ignore[arg-type]
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of the processes that parameters are sharded across."""
+        """Return the mesh of the processes across which parameters are sharded."""
         return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
 
     def _parameters_over(self, *axes: str) -> DeviceMesh:
         """Return the mesh with these dimensions, across whose processes parameters are sharded or replicated.
 
-        Processes with different parts of a sequence see different data, just as with different samples, so parameters
-        are sharded across them too.
+        Processes that have different parts of a sequence see different data, as they do with different samples, so
+        parameters are sharded across them too.
         """
         if self._flat is None and self.axis_sizes["cp"] > 1:
             flat = [axis for axis in AXES if axis != "cp"]
@@ -283,19 +285,20 @@ class ModelParallelStrategy(FSDPStrategy):
                     f"{text}. With tensor_parallel={size}, each process computes 1/{size} of an attention layer's "
                     "heads, so q, k and v are narrower than the module's input. Do not hard-code the width: use "
                     "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
-                    "count this process's heads) and y.reshape(batch, length, -1) after it; or leave the layer out "
-                    "with plan={...}."
+                    "count this process's heads) and y.reshape(batch, length, -1) after it. Or use plan={...} to leave "
+                    "the layer out."
                 )
             if "mixed torch.Tensor and DTensor" in text:
                 return RuntimeError(
-                    "An operation got both a sharded parameter and a plain tensor. Call the parameter's layer instead "
-                    "of using the weight directly (self.layer(x), not x @ self.layer.weight.T), or leave the layer out "
-                    "with plan={...}; outside a step, use trainer.strategy.model_state(module)."
+                    "An operation got both a sharded parameter and a plain tensor. Call the parameter's layer "
+                    "instead of using the weight directly (self.layer(x), not x @ self.layer.weight.T), or use "
+                    "plan={...} to leave the layer out. Outside a step, use trainer.strategy.model_state(module)."
                 )
         if self._sequences is not None and isinstance(error, CheckpointError):
             return RuntimeError(
-                "A layer with activation checkpointing ran differently when backward repeated it. If its sequences are "
-                "split (maybe_context_parallel), call backward inside the same `with` block as the forward pass."
+                "A layer with activation checkpointing ran differently when the backward pass repeated it. If its "
+                "sequences are split (maybe_context_parallel), call backward inside the same `with` block as the "
+                "forward pass."
             )
         return super().explain(error)
 
@@ -326,7 +329,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._parts_group
 
     def compute_metric(self, metric: Any) -> Any:
-        """Return the value across the ``data_group``, because processes that split layers see the same samples."""
+        """Return the metric across the ``data_group``, because processes that split layers see the same samples."""
         group = self.data_group
         if group is None:
             return super().compute_metric(metric)
@@ -387,12 +390,12 @@ class ModelParallelStrategy(FSDPStrategy):
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Log filter that drops torch's hint, repeated on every process, that tensors are split in two dimensions."""
+    """Log filter that drops torch's hint that tensors are split in two dimensions, which every process would repeat."""
     return "sequential" not in str(record.msg)
 
 
 class PipelineParallelStrategy(PipelineSteps, ModelParallelStrategy):
-    """The class that ``ModelParallelStrategy(pipeline_parallel=...)`` creates."""
+    """The class of the strategy that ``ModelParallelStrategy(pipeline_parallel=...)`` creates."""
 
 
 def _size(axis: str, value: Any, auto: bool = True) -> int | str:
@@ -423,6 +426,6 @@ def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -
         what = f"is {others}, which does not divide" if "auto" in sizes.values() else f"is {others}, which is not"
         raise ValueError(
             f"ModelParallelStrategy: {factors} {what} the number of processes, {world_size}. Change one of the sizes, "
-            "or the number of processes (devices=, num_nodes=)."
+            "or change the number of processes (devices=, num_nodes=)."
         )
     return found

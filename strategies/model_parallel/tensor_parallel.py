@@ -1,8 +1,8 @@
 """Split layers across processes, by a user's plan or automatically.
 
-A linear layer can be split by its outputs or by its inputs. Two linear layers are split together if the
-operations between them treat each feature, or each attention head, independently: the first layer by its outputs, the
-second by its inputs. Such a pair needs one sum across processes in forward and one in backward (Shoeybi et al.,
+A linear layer can be split by its outputs or by its inputs. Two linear layers are split together if the operations
+between them treat each feature, or each attention head, independently. The first layer is then split by its outputs,
+and the second by its inputs. Such a pair needs one sum across processes in forward and one in backward (Shoeybi et al.,
 Megatron-LM, 2019).
 """
 
@@ -43,14 +43,14 @@ class Splitter:
         mesh: a 1-D mesh.
         plan: a mapping from patterns of layer names (``"blocks.*.attn.q"``) to ``"colwise"``, ``"rowwise"`` or a
             ``ParallelStyle``; if None, find linear layers that can be split.
-        logits: also split the layer that computes the logits, by its outputs, for :class:`SplitLoss`.
+        logits: whether to split the layer that computes the logits too, by its outputs, for :class:`SplitLoss`.
 
     Attributes:
         styles: how each layer is split, by name.
 
     Raises:
-        ValueError: a pattern matches no layer, no layer can be split, or the number of processes does not divide a
-            number of heads.
+        ValueError: a pattern matches no layer, no layer can be split, or an attention layer's number of heads is not
+            divisible by the number of processes.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Splitter:
         parallelize_module(self.module.get_submodule(name), self.mesh, self.styles[name])
 
     def check(self, name: str) -> None:
-        """Compare a network's output before and after the split.
+        """Compare a network's output before and after its layers are split.
 
         Raises:
             ValueError: the outputs differ, because an operation between the layers needs all features.
@@ -106,13 +106,13 @@ class Splitter:
             return
         raise ValueError(
             f"The output of {type(network).__name__} ({name}) changes when its layers are split across "
-            f"tensor_parallel={self.mesh.size()} processes, because an operation between them, such as a softmax or a "
-            "normalization, needs all features at once. Pass a plan without this network: plan={'...': 'colwise', "
-            "...}."
+            f"tensor_parallel={self.mesh.size()} processes, because an operation between these layers, such as a "
+            "softmax or a normalization, needs all features at once. Pass a plan without this network: "
+            "plan={'...': 'colwise', ...}."
         )
 
     def finish(self) -> None:
-        """Set the number of heads that each split attention layer computes in this process, and report the result."""
+        """Set the number of heads that each split attention layer computes in this process, and report the split."""
         changed: dict[str, str] = {}
         for attention in self.attentions:
             owner = self.module.get_submodule(attention.name)
@@ -147,8 +147,9 @@ def _from_plan(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Parallel
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             raise ValueError(
-                f"ModelParallelStrategy(plan=...): the pattern {pattern!r} matches no layer of {type(module).__name__}."
-                f"{messages.did_you_mean(pattern, names)} Its layers are {_listed(names)}."
+                f"ModelParallelStrategy(plan=...): the pattern {pattern!r} matches no layer of "
+                f"{type(module).__name__}.{messages.did_you_mean(pattern, names)} The module's layers are "
+                f"{_listed(names)}."
             )
         style = _style(pattern, wanted)
         for name in matched:
@@ -176,8 +177,8 @@ def _style(pattern: str, wanted: Any) -> ParallelStyle:
 def _check_linear(name: str, layer: nn.Module) -> None:
     if not isinstance(layer, nn.Linear) and not is_transposed(layer):
         raise ValueError(
-            f"ModelParallelStrategy(plan=...): {name!r} is {messages.a(layer)}, but 'colwise' and 'rowwise' only split "
-            "linear layers. Pass a ParallelStyle for it, such as ColwiseParallel() for an Embedding."
+            f"ModelParallelStrategy(plan=...): {name!r} is {messages.a(layer)}, but 'colwise' and 'rowwise' only "
+            "split linear layers. Pass a ParallelStyle for this layer, such as ColwiseParallel() for an Embedding."
         )
 
 
@@ -187,7 +188,7 @@ def _listed(names: list[str], limit: int = 12) -> str:
 
 
 def _gives_local(style: ParallelStyle | None) -> bool:
-    """Return True if a layer's output is a plain tensor with only this process's features."""
+    """Return True if a layer's output is a plain tensor that contains only this process's features."""
     if isinstance(style, ColwiseParallel):
         return style.use_local_output and all(p.is_shard() for p in style.output_layouts)
     return isinstance(style, Columns)
@@ -209,7 +210,7 @@ def _tell(styles: dict[str, Any], found: SplittableLayers, fewer: dict[str, str]
 
 
 class SplitLoss(TorchFunctionMode):
-    """Context manager in which ``cross_entropy`` does not gather logits that are split by classes.
+    """Context manager in which ``cross_entropy`` works on logits that are split by classes, without gathering them.
 
     The loss is a plain tensor, the same on every process. Its backward pass must also run in ``loss_parallel()``.
     """
@@ -310,7 +311,7 @@ def _product(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the input of split layers; its gradient is summed across processes once for all of these layers."""
+    """Return an input that several split layers share; its gradient is summed across processes once for all of them."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     found = getattr(x, "_split_over", None)

@@ -69,7 +69,7 @@ class Attention:
     norms: list[str] = field(default_factory=list)
 
     def check(self, size: int, kind: str) -> None:
-        """Raise if the number of processes does not divide the number of heads."""
+        """Raise if the number of heads is not divisible by the number of processes."""
         for count, what in ((self.heads, "heads"), (self.key_heads, "key and value heads")):
             if count % size:
                 raise ValueError(
@@ -81,7 +81,7 @@ class Attention:
 
 @dataclass
 class SplittableLayers:
-    """Names of layers that can be split, and descriptions of similar layers that cannot (``not_split``)."""
+    """The names of layers that can be split, and descriptions of similar ones that cannot be split (``not_split``)."""
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def find(module: nn.Module, size: int, strict: bool = True) -> SplittableLayers:
-    """Find attention layers and MLPs to split across ``size`` processes.
+    """Find the attention layers and MLPs of a model that can be split across ``size`` processes.
 
     If ``strict``, heads that cannot be split evenly raise an error.
     """
@@ -120,7 +120,7 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
     Layers in ``taken`` are ignored.
 
     Raises:
-        ValueError: there is no such layer, it shares its weight, or ``size`` does not divide its number of outputs.
+        ValueError: there is no such layer, it shares its weight, or its number of outputs is not divisible by ``size``.
     """
     taken = set(taken)
     named = [
@@ -130,8 +130,8 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
     ]
     if not named:
         raise ValueError(
-            f"ModelParallelStrategy(loss_parallel=True) found no output layer in {type(module).__name__}, that is, no "
-            f"nn.Linear with a name such as {', '.join(LAST[:3])}. Leave loss_parallel out, or rename the layer."
+            f"ModelParallelStrategy(loss_parallel=True) found no output layer in {type(module).__name__}, which must "
+            f"be an nn.Linear with a name such as {', '.join(LAST[:3])}. Leave loss_parallel out, or rename the layer."
         )
     name, head = named[-1]
     if id(head) in _shared_weights(module):
@@ -141,8 +141,9 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
         )
     if _outputs(head) % size:
         raise ValueError(
-            f"ModelParallelStrategy(loss_parallel=True): the {_outputs(head)} outputs of {name} cannot be split across "
-            f"tensor_parallel={size} processes. Pad them to a multiple of {size}, or leave loss_parallel out."
+            f"ModelParallelStrategy(loss_parallel=True): the {_outputs(head)} outputs of {name} cannot be split "
+            f"across tensor_parallel={size} processes. Pad the outputs to a multiple of {size}, or leave "
+            "loss_parallel out."
         )
     return name
 
@@ -157,7 +158,7 @@ def _shared_weights(module: nn.Module) -> set[int]:
 
 
 def _layers(owner: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers among a module's children, and those at known places inside its children."""
+    """Return the linear layers among a module's children, and the linear layers at known places inside its children."""
     found = {}
     for key, child in owner.named_children():
         if _linear(child):
@@ -247,7 +248,7 @@ def _find_join(
 
 def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -> str:
     if join is None:
-        return f"whose joining layer has none of the names {', '.join(JOINS[:4])}, ..."
+        return f"whose layer that joins the heads has none of the names {', '.join(JOINS[:4])}, ..."
     others = [key for key, p in owner.named_parameters() if f"{prefix}{key}".rpartition(".")[0] not in split]
     return f"whose {others[0]} would get only some of the heads" if others else ""
 
@@ -255,7 +256,7 @@ def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -
 def _heads(
     name: str, owner: nn.Module, projections: tuple[str, str, str], layers: dict[str, nn.Module]
 ) -> Attention | None:
-    """Describe the module as an attention layer, with head counts from its attributes; None if they do not fit."""
+    """Describe a module as an attention layer, with head counts from its attributes; None if they do not match."""
     width, key_width = (_outputs(layers[key]) for key in projections[:2])
     heads_name = _attribute(owner, HEADS)
     if heads_name is not None:
@@ -315,7 +316,7 @@ def _find_network(
 
 
 def _networks(name: str, owner: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield pairs (layers that get the input, layer that computes the output) among a module's children."""
+    """Yield pairs: the children of a module that get its input, and the child that computes its output."""
     if isinstance(owner, nn.Sequential):
         yield from _neighbors(owner)
         return
@@ -337,7 +338,7 @@ def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) -> bool:
-    """Return True unless another child may need all hidden features, because its weights have the hidden width."""
+    """Return True unless another child, whose weights have the hidden width, may need all hidden features."""
     width, outer = _outputs(first), inputs(first)
     for key, child in owner.named_children():
         if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):

@@ -45,13 +45,13 @@ _CALLED = (
 
 
 def _is_users(cls: type, name: str) -> bool:
-    """Return True if a class gets a method from a class outside this package."""
+    """Return True if a class has or inherits a method that is defined outside this package."""
     owner = next((one for one in cls.__mro__ if name in vars(one)), None)
     return owner is not None and not owner.__module__.startswith(__package__ or "")
 
 
 def _taking_model(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an ``optimizer_step`` that has Lightning's arguments, so that the module and the closure can be left out."""
+    """Wrap an ``optimizer_step`` with Lightning's arguments, so that callers can omit the module and the closure."""
 
     @functools.wraps(method)
     def step(precision: Precision, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> Any:
@@ -74,9 +74,9 @@ class Precision:
 
     :meth:`bind_forward` is called once, when a run starts, and returns the step unchanged if it needs no context.
 
-    Your subclass may override any method. The Trainer calls its :meth:`convert_input` with each batch before the
-    batch is moved, and runs each step in the matching context: :meth:`train_step_context`, :meth:`val_step_context` and
-    so on, which return its :meth:`forward_context` by default. Backward passes run through :meth:`pre_backward`,
+    A subclass may override any method. The Trainer calls its :meth:`convert_input` with each batch before the batch is
+    moved, and runs each step in the matching context: :meth:`train_step_context`, :meth:`val_step_context` and so on,
+    which return its :meth:`forward_context` by default. Backward passes run through :meth:`pre_backward`,
     :meth:`backward` and :meth:`post_backward`, and clipping through :meth:`clip_gradients`. These methods,
     :meth:`connect` and :meth:`optimizer_step` may have the arguments that they have in Lightning.
     """
@@ -122,10 +122,10 @@ class Precision:
         self.name = name
 
     def use_on(self, device: torch.device) -> None:
-        """Set the device to compute on. Called once by the strategy."""
+        """Set the device on which to compute. Called once by the strategy."""
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Register the optimizers; raises if this precision does not work with one of them."""
+        """Register the optimizers, or raise if this precision does not work with one of them."""
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
         """Return the module, the optimizers and the schedulers that a run uses.
@@ -179,7 +179,7 @@ class Precision:
         return self.forward_context()
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        """Context manager for a backward pass inside a step (manual optimization); it turns the step's autocast off."""
+        """Context manager for a backward pass inside a step (manual optimization); the step's autocast is off in it."""
         return nullcontext()
 
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -205,7 +205,7 @@ class Precision:
         return self.module_init_context()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert the weights to this precision's dtype."""
+        """Convert a module's weights to this precision's dtype."""
         return module
 
     def move_module(self, module: nn.Module, device: torch.device) -> nn.Module:
@@ -213,15 +213,15 @@ class Precision:
         return module.to(device)
 
     def convert_input(self, data: Any) -> Any:
-        """Convert the floating-point tensors in a batch to the forward's input dtype."""
+        """Convert the floating-point tensors in a batch to the input dtype of the forward pass."""
         return data if self.input_dtype is None else floats_in(data, self.input_dtype)
 
     def convert_output(self, data: Any) -> Any:
-        """Convert the floating-point tensors that the forward returns to torch's default dtype."""
+        """Convert the floating-point tensors that the forward pass returns to torch's default dtype."""
         return data if self.input_dtype is None else floats_in(data, torch.get_default_dtype())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss to run backward on, shape ()."""
+        """Return the scaled loss, shape (), to run backward on."""
         return loss
 
     def bind_backward(
@@ -249,7 +249,7 @@ class Precision:
         return run
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Call the ``on_before_backward`` hooks, and return the loss to run backward on, shape ()."""
+        """Call the ``on_before_backward`` hooks, and return the loss, shape (), to run backward on."""
         for hook in self._backward_hooks[0]:
             hook(tensor)
         return tensor
@@ -268,7 +268,7 @@ class Precision:
         return tensor.detach()
 
     def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
-        """Return the loss scale that several optimizers share, shape (); None if no scale is shared.
+        """Return the loss scale, shape (), that several optimizers share; None if no scale is shared.
 
         This is the current scale or, with ``of_next_loss``, the next loss's scale.
         """
@@ -278,11 +278,11 @@ class Precision:
         """Divide the gradients by the loss scale, once, before clipping."""
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> bool:
-        """Run one optimizer step. Returns False if it was skipped because of an overflow.
+        """Run one optimizer step. Returns False if the step was skipped because of an overflow.
 
-        It is called with ``(optimizer, closure)``, where a closure is given only if the optimizer or the module needs
-        one. A subclass that also has a parameter ``model`` gets Lightning's arguments, and a closure that runs the
-        whole step: forward, backward, hooks and clipping.
+        The method is called with ``(optimizer, closure)``; a closure is passed only if the optimizer or the module
+        needs one. A subclass that also has a parameter ``model`` gets Lightning's arguments, and a closure that runs
+        the whole step: forward, backward, hooks and clipping.
 
         Args:
             optimizer: the optimizer.
@@ -305,7 +305,7 @@ class Precision:
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip an optimizer's gradients; a ``clip_val`` of 0 does nothing.
 
-        The Trainer calls this method only if a subclass overrides it or one of the methods that it calls.
+        The Trainer calls this method only if a subclass overrides this method or one of the methods that it calls.
         """
         if clip_val <= 0:
             return
@@ -333,14 +333,14 @@ class Precision:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state from :meth:`state_dict`."""
+        """Restore the state that :meth:`state_dict` returned."""
 
 
 class TruePrecision(Precision):
-    """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: floating-point weights, inputs and new tensors have one dtype.
+    """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: floating-point weights, inputs and new tensors share one dtype.
 
-    Complex tensors become complex128 with ``"64-true"`` and do not change with the other two. With 16 bits, weights are
-    rounded and small updates are lost, so mixed precision is better for training.
+    Complex tensors become complex128 with ``"64-true"`` and do not change with the other two names. With 16 bits,
+    weights are rounded and small updates are lost, so mixed precision is better for training.
     """
 
     def __init__(self, name: TrueName = "bf16-true") -> None:
@@ -391,7 +391,7 @@ class HalfPrecision(TruePrecision):
     """The precision ``"16-true"`` or ``"bf16-true"``.
 
     Args:
-        precision: one of these two names.
+        precision: the name.
     """
 
     def __init__(self, precision: Literal["16-true", "bf16-true"] = "16-true") -> None:

@@ -32,7 +32,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class BitsandbytesPrecision(MixedPrecision):
-    """The precisions ``"bnb.nf4"``, ``"bnb.int8"``, ...: the weights of linear layers take 4 or 8 bits.
+    """The precisions ``"bnb.nf4"``, ``"bnb.int8"``, ...: the weights of linear layers have 4 or 8 bits each.
 
     When the run starts, bitsandbytes layers replace the module's linear layers and stay in the module. Their weights
     are quantized one layer at a time while they are moved to the device. The new layers are frozen; other layers, such
@@ -40,9 +40,9 @@ class BitsandbytesPrecision(MixedPrecision):
     autocast. Checkpoints contain the quantized weights, so a resumed run has exactly the same weights; weights from
     other files are quantized when they are loaded.
 
-    If some of the module's linear layers are frozen, only these are replaced, because the others will be trained;
-    otherwise, all linear layers are replaced. Subclasses of ``nn.Linear`` and layers with a shared weight are never
-    replaced. A module that already has bitsandbytes layers (from transformers, for example) is not changed.
+    If some of the module's linear layers are frozen, only these are replaced, because the others will be trained. If
+    none is frozen, all linear layers are replaced. Subclasses of ``nn.Linear`` and layers with a shared weight are
+    never replaced. A module that already has bitsandbytes layers (from transformers, for example) is not changed.
 
     Requires the package ``bitsandbytes``, and a strategy whose processes hold the whole model: one device or DDP.
 

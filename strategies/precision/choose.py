@@ -49,7 +49,8 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
     """Return the Precision for ``Trainer(precision=..., plugins=...)`` on a kind of device.
 
     Raises:
-        ValueError: the name is unknown, the arguments contradict each other, or the device does not support the dtype.
+        ValueError: the name is unknown, the arguments contradict each other, or the device does not support the
+            precision's dtype.
     """
     plugin = _plugin(plugins)
     if isinstance(precision, Precision):
@@ -108,8 +109,8 @@ def _plugin(plugins: Any) -> Precision | None:
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"Trainer(plugins=...) contains {messages.a(plugin)}, which is not a Precision. Pass a Precision; to "
-                "replace other parts, use strategy= (a Strategy object), logger= and callbacks=."
+                f"Trainer(plugins=...) contains {messages.a(plugin)}, which is not a Precision. Pass a Precision. To "
+                "replace other parts of the Trainer, use strategy= (a Strategy object), logger= and callbacks=."
             )
         found = plugin if found is None else _twice(found, plugin)
     return found

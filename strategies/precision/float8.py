@@ -26,10 +26,10 @@ _CAPABILITY = (8, 9)
 class Float8Precision(MixedPrecision):
     """The precision ``"fp8-mixed"``: ``"bf16-mixed"`` with 8-bit matrix products in linear layers.
 
-    When the run starts, torchao's ``Float8Linear`` replaces ``nn.Linear`` layers of the module, and stays in the
-    module. Weights stay float32 parameters with the same names, so checkpoints do not change. Each tensor is scaled to
-    the range of its 8-bit dtype right before it is multiplied (Micikevicius et al., FP8 Formats for Deep Learning,
-    2022). FSDP gathers the converted weights in 8 bits, unless ``recipe`` scales by rows.
+    When the run starts, torchao's ``Float8Linear`` layers replace ``nn.Linear`` layers of the module, and stay in it.
+    Weights stay float32 parameters with the same names, so checkpoints do not change. Each tensor is scaled to the
+    range of its 8-bit dtype right before it is multiplied (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
+    FSDP gathers the converted weights in 8 bits, unless ``recipe`` scales by rows.
 
     Requires the package ``torchao``, and a CUDA GPU with compute capability 8.9 or higher (Ada, Hopper, Blackwell). On
     a CPU, the products are emulated: tensors are rounded to 8 bits and multiplied in float32.
@@ -41,12 +41,12 @@ class Float8Precision(MixedPrecision):
         filter: a function that gets a linear layer and its name, and returns True if the layer should be converted. If
             None, every layer whose sizes are multiples of 16 is converted, except the module's first and last linear
             layers.
-        device: as for :class:`MixedPrecision`.
+        device: the same as for :class:`MixedPrecision`.
 
     Raises:
         ModuleNotFoundError: torchao is not installed.
-        ValueError: ``recipe`` is unknown or contradicts ``config``, or, when the run starts, the device cannot multiply
-            in 8 bits.
+        ValueError: ``recipe`` is unknown or contradicts ``config``, or the device turns out to be unable to multiply in
+            8 bits when the run starts.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Float8Precision(MixedPrecision):
             messages.warn_once(
                 f"precision='fp8-mixed' converts no layer of {type(module).__name__}, so all computation is in "
                 f"bfloat16. By default, a linear layer is converted if its sizes are multiples of {_MULTIPLE} and it "
-                f"is neither the first nor the last one (the module has {len(linears)}). Choose other layers with "
-                "Float8Precision(filter=...)."
+                f"is neither the first nor the last of the module's linear layers (there are {len(linears)}). Choose "
+                "other layers with Float8Precision(filter=...)."
             )
         convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name in chosen)
         return module
 
     def _config_here(self) -> Float8LinearConfig:
-        """Return the settings for this process's device; raise if it cannot multiply in 8 bits."""
+        """Return the settings for this process's device; raise if the device cannot multiply in 8 bits."""
         config = self.config
         if not self.shards:  # the weights would become tensors that only FSDP can gather
             config = replace(config, enable_fsdp_float8_all_gather=False)

@@ -31,7 +31,7 @@ class MixedPrecision(Precision):
     ``skipped_steps`` counts it.
 
     Args:
-        precision: one of these two names.
+        precision: one of the two names.
         device: the kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``, or a device such as ``"cuda:0"``; the
             strategy's device if None.
         scaler: your own ``GradScaler``, for fp16 only.
@@ -82,7 +82,7 @@ class MixedPrecision(Precision):
         return self.scaler is not None and self.scaler.is_enabled()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Like :meth:`forward_context`, but converts weights at each use, so they may change inside the context."""
+        """Like :meth:`forward_context`, but convert weights at each use, so that they may change in the context."""
         return torch.autocast(self.device or "cpu", dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -133,8 +133,8 @@ class MixedPrecision(Precision):
         self._several = len(optimizers) > 1
         if self._scales and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError(
-                "precision='16-mixed' does not work with LBFGS: LBFGS computes the loss several times per step, which "
-                "loss scaling does not support. Use 'bf16-mixed' or '32-true'."
+                "precision='16-mixed' does not work with LBFGS, because LBFGS computes the loss several times per "
+                "step, which loss scaling does not support. Use 'bf16-mixed' or '32-true'."
             )
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **arguments: Any) -> bool:
@@ -166,7 +166,7 @@ class MixedPrecision(Precision):
 
         Args:
             optimizer: the optimizer of the step.
-            overflow: 1 if a gradient was not finite, else 0; scalar, float32.
+            overflow: 1 if a gradient was not finite, else 0; a scalar float32 tensor.
         """
         state = scaler_states(self.scaler)[id(optimizer)]
         state["stage"], state["found_inf_per_device"] = OptState.STEPPED, {overflow.device: overflow}
@@ -178,7 +178,7 @@ class MixedPrecision(Precision):
         """Adjust the scale if a step has run since the last adjustment.
 
         With several optimizers, this waits until the next loss is scaled, because optimizers that have not stepped need
-        the scale that their losses were multiplied by. Unscaled gradients stay marked as unscaled.
+        the scale by which their losses were multiplied. Unscaled gradients stay marked as unscaled.
         """
         if not self._update_due:
             return

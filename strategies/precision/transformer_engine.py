@@ -39,7 +39,7 @@ class TransformerEnginePrecision(MixedPrecision):
     layers hold the same parameters under the same names, and stay in the module. Steps run in TransformerEngine's
     autocast, so the batch size (times the sequence length) must be a multiple of 8.
 
-    The scales depend on values from earlier steps. Checkpoints contain this history, the layers' ``_extra_state``.
+    The scales depend on values from earlier steps. Checkpoints contain this history as the layers' ``_extra_state``.
     Checkpoints without the history can be loaded, and other precisions can load checkpoints with it.
 
     Requires the package ``transformer_engine``, and a CUDA GPU with compute capability 8.9 or higher (Ada, Hopper,
@@ -48,12 +48,12 @@ class TransformerEnginePrecision(MixedPrecision):
     Args:
         weights_dtype: dtype of the weights and of floating-point inputs; None leaves both unchanged.
         recipe: how tensors are scaled: a ``transformer_engine.common.recipe.Recipe``, or the arguments of
-            ``DelayedScaling`` as a mapping, in which ``fp8_format`` may be a name such as ``"HYBRID"``;
-            ``DelayedScaling()`` if None.
+            ``DelayedScaling`` as a mapping, in which ``fp8_format`` may be a name such as ``"HYBRID"``; None means
+            ``DelayedScaling()``.
         replace_layers: if False, only TransformerEngine layers that the module already contains multiply in 8 bits. A
             module that contains such layers is never changed.
-        fallback_compute_dtype: dtype of other operations (autocast); if None, ``weights_dtype``, or bfloat16 if both
-            are None.
+        fallback_compute_dtype: dtype of all other operations (autocast); None means ``weights_dtype``, or bfloat16 if
+            both are None.
 
     Attributes:
         evaluates_in_8_bits: if False, forward passes without gradients compute in ``fallback_compute_dtype``.
@@ -110,7 +110,7 @@ class TransformerEnginePrecision(MixedPrecision):
         found = any(map(_is_of_transformer_engine, module.modules()))
         if not found and not (self.replace_layers and _replace_layers(module)):
             why = (
-                f"the sizes of its linear layers are not multiples of {_MULTIPLE}"
+                f"none of its linear layers has sizes that are multiples of {_MULTIPLE}"
                 if self.replace_layers
                 else "replace_layers is False, and the module has no TransformerEngine layers"
             )
@@ -140,7 +140,7 @@ class TransformerEnginePrecision(MixedPrecision):
 
 
 def _made(recipe: Mapping[str, Any] | Recipe | None) -> Recipe:
-    """Return the recipe, or a ``DelayedScaling`` with these arguments."""
+    """Return the recipe that was passed, or a ``DelayedScaling`` with the arguments that were passed."""
     if recipe is not None and not isinstance(recipe, Mapping):
         return recipe
     recipes, arguments = import_module(f"{_PACKAGE}.common.recipe"), dict(recipe or {})
@@ -164,7 +164,7 @@ def _is_of_transformer_engine(layer: nn.Module) -> bool:
 
 
 def _replace_layers(module: nn.Module) -> bool:
-    """Replace layers with their TransformerEngine counterparts; return True if one of them is linear."""
+    """Replace layers with their TransformerEngine counterparts; return True if any linear layer was replaced."""
     made: dict[nn.Module, nn.Module | None] = {}  # a module may contain a layer more than once
     linear = False
     for name, layer in list(module.named_modules(remove_duplicate=False)):

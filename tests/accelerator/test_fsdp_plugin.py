@@ -154,7 +154,7 @@ def test_what_always_happens_may_be_asked_for(caplog: pytest.LogCaptureFixture) 
 
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"fsdp_version": 3}, ValueError, "the version must be 1 or 2"),
-    ({"sharding_strategy": "NO_SHARD"}, ValueError, "does not shard anything, just like DDP"),
+    ({"sharding_strategy": "NO_SHARD"}, ValueError, "shards nothing, which is the same as DDP"),
     ({"sharding_strategy": "FUL_SHARD"}, ValueError, "Did you mean 'FULL_SHARD'"),
     ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, ValueError, "Leave one out"),
     ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": "SHARD_GRAD_OP"}, ValueError, "contradict"),

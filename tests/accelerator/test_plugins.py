@@ -122,7 +122,7 @@ def test_a_window_is_as_long_as_the_plugin_the_settings_or_deepspeed_say(monkeyp
     }
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4\) contradicts .*num_steps=2"):
         choose_accumulation(given, resolve({"gradient_accumulation_steps": 4}))
-    with pytest.raises(ValueError, match="with gradient_accumulation_steps=3, but the Accelerator with 2"):
+    with pytest.raises(ValueError, match="accumulation_steps=3, but the Accelerator is configured with 2"):
         choose_accumulation(given, resolve(), deepspeed)
     with pytest.raises(ValueError, match=r"num_steps=0 is not a valid number of micro-batches"):
         GradientAccumulationPlugin(num_steps=0)

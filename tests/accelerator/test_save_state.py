@@ -123,8 +123,8 @@ def test_g3_u7_a_state_of_two_processes_goes_on_in_one_at_the_same_sample(
     _, seen, _ = go_on(folder, 4, {})
     epoch = [i for batch in [*before[0], *before[1], *seen[:3]] for i in batch]
     assert sorted(epoch) == list(range(28))
-    said = [text for text in caplog.messages if "These were derived instead of restored" in text]
-    assert "was written on 2 ranks and this run has 1 rank" in said[0]
+    said = [text for text in caplog.messages if "The following were derived instead of restored" in text]
+    assert "was written by 2 ranks, but this run has 1 rank" in said[0]
     assert "the gradients of the incomplete window" in said[0]
 
 
@@ -206,7 +206,7 @@ def test_another_optimizer_or_model_is_an_error_that_names_it(tmp_path: Path) ->
     other = Accelerator(cpu=True)
     model = nn.Linear(4, 8)
     other.prepare(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match=r"0 \(AdamW\): the number of parameters in group 0 was 6, but is now 2"):
+    with pytest.raises(ValueError, match=r"0 \(AdamW\): the number of parameters in group 0 was 6 but is now 2"):
         other.load_state(tmp_path / "s")
     bare = Accelerator(cpu=True)
     bare.prepare(nn.Linear(4, 8))

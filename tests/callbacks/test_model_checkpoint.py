@@ -876,7 +876,7 @@ def test_another_runs_file_of_the_same_name_is_neither_replaced_nor_deleted(
         write(checkpoint, path)
 
     monkeypatch.setattr(checkpoint_file, "write", slow)
-    with pytest.raises(FileExistsError, match=r"another run saved one with the same name.*dirpath"):
+    with pytest.raises(FileExistsError, match=r"another run saved a checkpoint with the same name.*dirpath"):
         fit(tmp_path, ModelCheckpoint(folder, "model"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"model.ckpt": other}
 

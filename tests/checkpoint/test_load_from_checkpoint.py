@@ -167,17 +167,17 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
 def test_other_shapes_are_an_error_and_strict_false_loads_what_matches(tmp_path: Path):
     module = saved(Sized(width=5), tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"does not fit Sized: 2 with a different shape \(hidden\.weight \(5, 4\) in the file"
+        RuntimeError, match=r"does not match Sized: 2 with a different shape \(hidden\.weight \(5, 4\) in the file"
     ):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", width=6)
     content = single_file.read(tmp_path / "x.ckpt")
     del content["state_dict"]["hidden.weight"]
     content["state_dict"]["gone"] = torch.zeros(1)
     single_file.write(content, tmp_path / "y.ckpt")
-    with pytest.raises(RuntimeError, match=r"1 missing from it \(hidden\.weight\); 1 unexpected \(gone\)"):
+    with pytest.raises(RuntimeError, match=r"1 missing from the checkpoint \(hidden\.weight\); 1 unexpected \(gone\)"):
         Sized.load_from_checkpoint(tmp_path / "y.ckpt")
     with pytest.warns(
-        UserWarning, match=r"only partly loaded .*1 missing from it \(hidden\.weight\); 1 unexpected \(gone\)"
+        UserWarning, match=r"partly loaded .*1 missing from the checkpoint \(hidden\.weight\); 1 unexpected \(gone\)"
     ):
         loaded = Sized.load_from_checkpoint(tmp_path / "y.ckpt", strict=False)
     assert torch.equal(loaded.layer.weight, module.layer.weight)
@@ -370,11 +370,13 @@ def test_names_must_match_unless_the_argument_or_else_the_module_says_otherwise(
         with pytest.warns(UserWarning, match="only partly loaded"):
             assert Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict).extra is not None
     else:
-        with pytest.raises(RuntimeError, match="2 missing from it"):
+        with pytest.raises(RuntimeError, match="2 missing from the checkpoint"):
             Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict)
 
 
 def test_a_file_that_names_a_function_to_make_the_module_with_is_refused(tmp_path: Path):
     torch.save({"state_dict": {}, "hyper_parameters": {"_instantiator": "os.system"}}, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=r"'os\.system' as the function that creates the module. It was not called"):
+    with pytest.raises(
+        ValueError, match=r"'os\.system' as the function that creates the module. The function was not called"
+    ):
         TinyModule.load_from_checkpoint(tmp_path / "x.ckpt", strict=False)

@@ -243,7 +243,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(f
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(RanksError, match=r"A folder with this name already exists and is not a checkpoint"):
+    with pytest.raises(RanksError, match=r"A folder with this name already exists, but it is not a checkpoint"):
         run_at("sharded x2", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
@@ -277,7 +277,7 @@ def test_a_new_name_replaces_nothing(folder: bool, linux: bool, tmp_path: Path, 
         if turn == "first":
             take_place(new, tmp_path / "it", new=True)
         else:
-            with pytest.raises(FileExistsError, match=r"another run saved one with the same name.*dirpath"):
+            with pytest.raises(FileExistsError, match=r"another run saved a checkpoint with the same name.*dirpath"):
                 take_place(new, tmp_path / "it", new=True)
     assert (tmp_path / "it" / "inside" if folder else tmp_path / "it").read_text() == "first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it", "new"]

@@ -295,7 +295,7 @@ def test_c11_a_given_port_is_used_and_a_taken_one_is_named(capfd: pytest.Capture
         status, out, err = launched(capfd, *words)
     assert status == 0
     assert told_first.splitlines() == [
-        f"paceline launch: Port {port} (--main_process_port) is in use by another program on this machine, so the "
+        f"paceline launch: Port {port} (--main_process_port) is already in use on this machine, so the "
         "processes cannot use it. Set --main_process_port to a free port, or omit --main_process_port to use a "
         "free one"
     ]

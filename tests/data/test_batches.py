@@ -214,12 +214,12 @@ def test_dropped_batches_are_reported_with_advice_that_fits_the_loader(caplog):
 
     for loader, advice in (
         (Keeps(), "such as torchdata's StatefulDataLoader"),
-        (Saves(), "none was saved for this pass"),
+        (Saves(), "it saved none for this epoch"),
     ):
         messages.forget()
         caplog.clear()
         assert list(Batches(loader, skip=1)) == [1, 2]
-        assert f"this {type(loader).__name__} cannot start in the middle. " in caplog.text
+        assert f"this {type(loader).__name__} cannot start in the middle of an epoch. " in caplog.text
         assert advice in caplog.text
 
 

@@ -159,7 +159,7 @@ def test_random_states_of_another_device_are_in_checkpoints_and_resume_to_the_bi
     (states,) = on_device(walk_of_a_resume, tmp_path)
     (state,) = states["fake"]
     assert (state.dtype, state.device.type) == (torch.uint8, "cpu")
-    with isolate_rng(), pytest.warns(match="The RNG state of 'fake' was saved but could not be restored"):
+    with isolate_rng(), pytest.warns(match="The RNG state of 'fake' was saved but cannot be restored"):
         set_random_states(states)
 
 

@@ -82,7 +82,7 @@ def test_a_run_that_failed_is_continued_with_each_value_once(tmp_path: Path, cli
 def test_parameters_keep_their_first_value_and_names_get_allowed_characters(tmp_path: Path, client: Any) -> None:
     logger = MLFlowLogger(tracking_uri=f"file:{tmp_path}/runs")
     logger.log_hyperparams({"lr": 0.1, "long": "x" * 9000})
-    with pytest.warns(PacelineWarning, match=r"keeps its values for 'lr': lr is '0.1', not '0.2'. Start a new run"):
+    with pytest.warns(PacelineWarning, match=r"earlier values for 'lr': lr is '0.1', not '0.2'. Start a new run"):
         logger.log_hyperparams({"lr": 0.2, "new": None})
     with pytest.warns(PacelineWarning, match=r"name 'acc@1', so it is logged as 'acc_1'"):
         logger.log_metrics(metrics={"acc@1": 0.5}, step=3)

@@ -184,7 +184,7 @@ def test_tables_texts_and_images_are_in_the_run(offline_wandb: Path, wandb_histo
     logger.log_table("scores", columns=["who", "acc"], data=[["a", 0.5]], step=3)
     logger.log_text("samples", columns=["text"], data=[["hello"]], step=3)
     logger.log_image("digits", [np.zeros((4, 4)), np.ones((4, 4))], step=3, caption=["zero", "one"])
-    with pytest.raises(ValueError, match=r"'caption' must have one value per image \(1\), but has 2"):
+    with pytest.raises(ValueError, match=r"'caption' must have one value per image \(1 in total\), but has 2"):
         logger.log_image("digits", [np.zeros((4, 4))], caption=["zero", "one"])
     with pytest.raises(TypeError, match=r"log_image\('digits'\) got a ndarray.*into a list: \[image\]"):
         logger.log_image("digits", np.zeros((4, 4)))  # pyright: ignore[reportArgumentType]
@@ -269,7 +269,7 @@ def test_other_ranks_start_no_run(offline_wandb: Path) -> None:
     [
         ({"log_model": "alle"}, "Unknown log_model 'alle'. Did you mean 'all'.*True or False"),
         ({"add_file_policy": "copy"}, "Unknown add_file_policy 'copy'.*'mutable' or 'immutable'"),
-        ({"version": "a", "id": "b"}, "gives two different ids.*Pass only one"),
+        ({"version": "a", "id": "b"}, "has two different ids.*Pass only one"),
         ({"offline": True, "mode": "online"}, "mode='online'.*two different modes.*Leave out one"),
     ],
 )

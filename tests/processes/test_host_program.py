@@ -170,16 +170,16 @@ def test_how_ranks_start_in_each_host(facts: dict[str, Any], name: str, method: 
 @pytest.mark.parametrize(
     ("host", "obstacle", "fixes"),
     [
-        (Host("a notebook", restart="Restart the kernel"), COPIED, ["Restart the kernel", "put the code into a file"]),
-        (Host("pytest", can_spawn=True), COPIED, ["Start again", "'ddp_spawn'", "put the code into a file"]),
+        (Host("a notebook", restart="Restart the kernel"), COPIED, ["Restart the kernel", "put the code in a file"]),
+        (Host("pytest", can_spawn=True), COPIED, ["Start again", "'ddp_spawn'", "put the code in a file"]),
         (Host("a script", True, True), COPIED, ["Start again", "'ddp_spawn'"]),
-        (Host("a notebook"), "win32 cannot fork a process", ["Put the code into a file"]),
+        (Host("a notebook"), "win32 cannot fork a process", ["Put the code in a file"]),
     ],
 )
 def test_a_fork_that_cannot_be_is_refused_with_what_works_there(host: Host, obstacle: str, fixes: list[str]) -> None:
     text = refusal_to_fork(host, obstacle)
     assert text.startswith(f"The run starts its processes by forking this process, but {obstacle}. {fixes[0]}")
-    everything = ["Start again", "Restart the kernel", "'ddp_spawn'", "put the code into a file"]
+    everything = ["Start again", "Restart the kernel", "'ddp_spawn'", "put the code in a file"]
     assert [fix for fix in everything if fix.lower() in text.lower()] == [
         fix for fix in everything if fix.lower() in [one.lower() for one in fixes]
     ]

@@ -89,7 +89,7 @@ def test_a_death_by_signal_goes_before_an_exception_in_the_same_second(tmp_path:
     [
         (3, 3, "failed (exit status 3) without an exception"),
         (-signal.SIGKILL, 137, "was killed by signal 9 (SIGKILL), probably by the system because memory ran out"),
-        (-signal.SIGSEGV, 139, "was killed by signal 11 (SIGSEGV), a crash in native code"),
+        (-signal.SIGSEGV, 139, "was killed by signal 11 (SIGSEGV), which means that native code crashed"),
         (-signal.SIGUSR1, 128 + signal.SIGUSR1, "(SIGUSR1)."),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_crash_leaves_its_signal_and_where_it_was(tmp_path: Path, name: str) -
     first, other = failures({0: ended(1)}, [lost], [file])
     assert (first.rank, first.status, other.rank) == (1, 128 + number, 0)
     said = first.describe(2)
-    assert said.startswith(f"Rank 1 of 2 was killed by signal {int(number)} ({name}), a crash in native code that was")
+    assert said.startswith(f"Rank 1 of 2 was killed by signal {int(number)} ({name}), because native code crashed.")
     assert " in crash_here" in said
 
 

@@ -125,7 +125,7 @@ def test_a_state_with_other_devices_is_put_back_as_far_as_it_goes_and_said():
     expected = draw()
     if torch.cuda.is_available():
         states["cuda"] = [*torch.cuda.get_rng_state_all(), states["cuda"][0]]
-    with pytest.warns(UserWarning, match="The RNG state of 'cuda' was saved but could not be restored"):
+    with pytest.warns(UserWarning, match="The RNG state of 'cuda' was saved but cannot be restored"):
         set_random_states(states)
     assert draw() == expected
 

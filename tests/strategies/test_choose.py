@@ -79,7 +79,7 @@ def test_a_packages_strategy_of_one_process_is_refused_several(
 ) -> None:
     install(tmp_path, monkeypatch, ["mine"])
     with pytest.raises(
-        ValueError, match=r"runs in a single process\. Derive it from paceline\.strategies.DistributedStrategy"
+        ValueError, match=r"runs in a single process\. Derive your class from paceline\.strategies.DistributedStrategy"
     ):
         Trainer(**QUIET, strategy="mine", accelerator="cpu", **arguments)
 

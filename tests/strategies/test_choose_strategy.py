@@ -93,7 +93,7 @@ def test_where_a_launcher_started_the_ranks_any_strategy_has_several_machines(
     [
         ({"strategy": "dpp"}, ValueError, r"Unknown strategy 'dpp'\. Did you mean 'ddp'\?.*or pass a Strategy"),
         ({"strategy": "dp"}, ValueError, "DataParallel copies the model in every step.*strategy='ddp'"),
-        ({"strategy": "cpu", "devices": 2}, ValueError, "contradict each other: this strategy uses one device"),
+        ({"strategy": "cpu", "devices": 2}, ValueError, "contradict each other, because this strategy uses one device"),
         ({"num_nodes": 0}, ValueError, r"num_nodes=0 is not a valid number of machines"),
         ({"strategy": 3}, TypeError, r"strategy=3 is an int"),
         ({"accelerator": "gpu"}, RuntimeError, "this process sees no GPU.*accelerator='auto'"),

@@ -439,7 +439,7 @@ def test_every_rank_starts_from_rank_0s_weights_and_says_so(capfd: pytest.Captur
     mine, theirs = ranks(2, differ)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     said = capfd.readouterr().err
-    assert said.count("The ranks built Seeded with different weights (layer.0.weight); all start from rank 0's") == 1
+    assert said.count("built Seeded with different weights (layer.0.weight), so all ranks start from rank 0's") == 1
 
 
 class Normed(Net):
@@ -473,7 +473,7 @@ def test_synchronized_batch_norm_equals_one_process(capfd: pytest.CaptureFixture
 def test_batch_norm_of_one_process_each_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
     ranks(2, normed, "ddp", 2, False)
     said = capfd.readouterr().err
-    assert said.count("Normed has batch norms (1) that see only their own process's batch") == 1
+    assert said.count("Normed has batch norm layers (1 in total) that see only their own process's batch") == 1
     assert "Trainer(sync_batchnorm=True)" in said
 
 

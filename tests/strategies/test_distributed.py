@@ -229,7 +229,9 @@ class Dies(DDPStrategy):
         signal.pause()
 
 
-STOPPED_EARLY = ["SIGTERM stopped the processes (2) while they were starting: nothing has been trained or saved."]
+STOPPED_EARLY = [
+    "SIGTERM stopped the run's processes (2 in total) while they were starting, so nothing has been trained or saved."
+]
 
 
 @pytest.mark.parametrize(

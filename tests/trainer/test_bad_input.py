@@ -1348,8 +1348,8 @@ def make_something_else(path: Path) -> None:
         (
             make_other,
             (
-                "does not fit TinyModule",
-                "1 missing from it (layer.bias)",
+                "does not match TinyModule",
+                "1 missing from the checkpoint (layer.bias)",
                 "1 unexpected (head.weight)",
                 "layer.weight (3, 3) in the file, (1, 4) in the module",
             ),

@@ -230,17 +230,19 @@ def test_the_file_of_another_model_lists_what_is_missing_unexpected_and_of_anoth
     with pytest.raises(RuntimeError) as caught:
         fit(Other(), ckpt_path=tmp_path / "tiny.ckpt")
     message = str(caught.value)
-    assert message.startswith("The checkpoint does not fit Other: 16 missing from it (head.0.weight, head.0.bias, ")
+    assert message.startswith(
+        "The checkpoint does not match Other: 16 missing from the checkpoint (head.0.weight, head.0.bias, "
+    )
     assert ", and 6 more)" in message
     assert (
         "2 with a different shape (layer.weight (1, 4) in the file, (2, 4) in the module, layer.bias (1,) in" in message
     )
-    assert "Build the module with the arguments it had" in message
+    assert "Build the module with the arguments that it had" in message
     trainer = Trainer(**QUIET)
     trainer.predict(Other(), tiny_loader())
     trainer.save_checkpoint(tmp_path / "other.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"does not fit TinyModule: 16 unexpected \(head\.0\.weight, .*2 with a different shape"
+        RuntimeError, match=r"does not match TinyModule: 16 unexpected \(head\.0\.weight, .*2 with a different shape"
     ):
         Trainer(**QUIET).test(TinyModule(), tiny_loader(), ckpt_path=tmp_path / "other.ckpt")
 
@@ -251,7 +253,7 @@ def test_weights_under_a_prefix_get_a_hint(tmp_path: Path):
     content["state_dict"] = {f"model.net.{key}": value for key, value in content["state_dict"].items()}
     single_file.write(content, tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"names would match without the prefix 'model\.net\.', so remove it in on_load"
+        RuntimeError, match=r"names would match without the prefix 'model\.net\.', so remove the prefix in on_load"
     ):
         fit(ckpt_path=tmp_path / "x.ckpt")
 
@@ -262,7 +264,8 @@ def test_strict_loading_off_loads_what_matches_and_says_what_did_not(tmp_path: P
     module.extra = nn.Linear(1, 1)
     module.strict_loading = False
     with pytest.warns(
-        UserWarning, match=r"only partly loaded into TinyModule .*2 missing from it \(extra\.weight, extra\.bias\)"
+        UserWarning,
+        match=r"only partly loaded into TinyModule .*2 missing from the checkpoint \(extra\.weight, extra\.bias\)",
     ):
         Trainer(**QUIET).test(module, tiny_loader(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
     assert torch.equal(module.layer.weight, single_file.read(tmp_path / "x.ckpt")["state_dict"]["layer.weight"])
@@ -288,7 +291,7 @@ def test_strict_loading_that_is_not_set_is_strict(make: Any, tmp_path: Path):
     module = make()
     assert module.strict_loading in ((None,) if make is NotSet else (True,))
     module.extra = nn.Linear(1, 1)
-    with pytest.raises(RuntimeError, match="2 missing from it"):
+    with pytest.raises(RuntimeError, match="2 missing from the checkpoint"):
         Trainer(**QUIET).test(module, tiny_loader(), ckpt_path=tmp_path / "x.ckpt")
 
 
@@ -340,8 +343,8 @@ class Scheduled(TinyModule):
     ("module", "said"),
     [
         (Adam, "does not match optimizer 0 (Adam): it was saved by SGD, which has no 'betas', 'eps', "),
-        (Groups, "does not match optimizer 0 (SGD): the number of parameter groups was 1, but is now 2"),
-        (Frozen, "does not match optimizer 0 (SGD): the number of parameters in group 0 was 2, but is now 1"),
+        (Groups, "does not match optimizer 0 (SGD): the number of parameter groups was 1 but is now 2"),
+        (Frozen, "does not match optimizer 0 (SGD): the number of parameters in group 0 was 2 but is now 1"),
         (Scheduled, "learning rate schedulers in the checkpoint is 0, but configure_optimizers returned 1"),
     ],
 )

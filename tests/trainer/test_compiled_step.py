@@ -470,7 +470,7 @@ def test_what_changes_at_every_step_is_named_when_torch_gives_up(quiet: dict[str
     module = Collects()
     module.seen = []
     wanted = r"(?s)compiles Collects.training_step.*gave up.*len\(self\.seen\) == \d+ # self\.seen\.append\(read.*" + (
-        r"test_compiled_step\.py:\d+ in training_step\. .*on_train_batch_end, or with self\.log.*compile=True"
+        r"test_compiled_step\.py:\d+ in training_step\. .*on_train_batch_end, or by calling self\.log.*compile=True"
     )
     with (
         pytest.warns(PacelineWarning, match=r"len\(self\.seen\) == .* on_train_batch_end"),

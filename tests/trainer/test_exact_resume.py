@@ -478,7 +478,7 @@ def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one
     assert metrics["loss_epoch"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert metrics["least"] == min(losses)
     (said,) = [record.message for record in caplog.records if "derived instead of restored" in record.message]
-    assert "written on 2 ranks and this run has 1 rank" in said
+    assert "written by 2 ranks, but this run has 1 rank" in said
     assert "batch 6 of the epoch (batch 3 in the saved run)" in said
     assert "running metrics" in said
     assert "RNG states" not in said

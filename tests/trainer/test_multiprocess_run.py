@@ -398,7 +398,7 @@ def test_fresh_processes_shuffle_as_the_one_that_started_them(tmp_path: Path) ->
     for strategy in ("ddp_spawn", "ddp"):
         found = run(strategy, "2", "2")
         assert found[0] == steps
-        again = "; each one runs the script, so code above this call runs in all of them"
+        again = "; each process runs the script, so code above this call runs in all processes"
         line = f"Training on 2 processes (ddp, gloo, cpu){again if strategy == 'ddp' else ''}."
         assert [said for said in found[2].splitlines() if " processes (" in said] == [line]
         saved = single_file.read(tmp_path / "after.ckpt")

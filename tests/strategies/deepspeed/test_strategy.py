@@ -621,9 +621,9 @@ def test_a_checkpoint_that_does_not_fit_a_split_module_says_why(tmp_path: Path) 
     fit("cpu", Transformer(), max_steps=1).save_checkpoint(tmp_path / "other")
     [(kind, text)] = errors([lambda: losses(strategy(3), Wider(), tmp_path / "other", 2)])
     assert kind == "ValueError"
-    assert "does not fit Wider" in text
+    assert "does not match Wider" in text
     assert "head.weight" in text
-    assert "2 missing from it (extra.weight, extra.bias)" in text
+    assert "2 missing from the checkpoint (extra.weight, extra.bias)" in text
 
 
 def test_deepspeed_joins_the_group_that_is_there_and_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:

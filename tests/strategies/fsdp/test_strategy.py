@@ -590,7 +590,7 @@ def test_an_optimizer_made_before_the_parameters_were_sharded_is_refused() -> No
         def configure_optimizers(self) -> Any:
             return self.early
 
-    with pytest.raises(RanksError, match=r"does not contain .* of SGD .*Create it in configure_optimizers"):
+    with pytest.raises(RanksError, match=r"does not contain .* of SGD .*Create the optimizer in configure_optimizers"):
         ranks(2, lambda: train(Early(), FSDPStrategy(), 2, 1))
 
 
@@ -606,7 +606,7 @@ def test_an_optimizer_that_torch_cannot_run_on_parts_is_named() -> None:
 
 def test_lbfgs_is_refused_with_the_reason() -> None:
     make = partial(Transformer, False, torch.optim.LBFGS)
-    with pytest.raises(RanksError, match=r"LBFGS does not work with FSDPStrategy: it needs all parameters"):
+    with pytest.raises(RanksError, match=r"LBFGS does not work with FSDPStrategy, because LBFGS needs all parameters"):
         ranks(2, lambda: train(make(), FSDPStrategy(), 2, 1))
 
 

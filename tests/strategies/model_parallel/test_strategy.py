@@ -534,7 +534,7 @@ def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
             split.cut({"x": torch.zeros(2, 5)})
         with pytest.raises(ValueError, match=r"has the key 'x', but the batch has the keys \['y'\]"):
             split.cut({"y": torch.zeros(2, 4)})
-        with pytest.raises(ValueError, match=r"sets 1 as the sequence dimension of 'x', but its shape is \(4,\)"):
+        with pytest.raises(ValueError, match=r"sets 1 as the sequence dimension of 'x', which has shape \(4,\)"):
             split.cut({"x": torch.zeros(4)})
         x = torch.arange(8).reshape(2, 4)
         assert torch.equal(split.cut({"x": x, "y": x})["x"], x[:, 2 * dist.get_rank() :][:, :2])
