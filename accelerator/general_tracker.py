@@ -120,7 +120,7 @@ def _by_logger(method: str) -> Any:
 class LoggerTracker(GeneralTracker):
     """Wraps one of Paceline's loggers as a tracker.
 
-    Nothing is opened before the first value is logged, so that ``load_state`` can still continue the checkpoint's run.
+    The logger opens nothing before the first value is logged, so ``load_state`` can still continue the saved run.
     """
 
     name = "logger"

@@ -43,7 +43,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """Return a copy with unset fields filled in, and with plugins that the settings request (``use_fsdp``, ...)."""
+        """Return a copy with unset fields filled in, and with plugins that settings such as ``use_fsdp`` request."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)
@@ -137,7 +137,7 @@ def _say_unused(present: int) -> None:
 
 
 def precision_of(choice: Choice, kind: str) -> Precision:
-    """Return the Precision for ``mixed_precision`` and the handlers."""
+    """Return the Precision that ``mixed_precision`` and the handlers request."""
     asked = if_set(choice.settings, "mixed_precision")
     if isinstance(asked, Precision):
         return asked
