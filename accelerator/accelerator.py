@@ -370,8 +370,7 @@ class Accelerator(AcceleratorProperties):
                 self.gradient_state.window.local.add(id(strategy))
 
     def accumulate(self, *models: Any) -> Window:
-        """Return a context manager for a micro-batch of an accumulation window: ``with
-        accelerator.accumulate(model):``.
+        """Return the context manager for one micro-batch of an accumulation window.
 
         Inside the context, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` take effect only on
         the last micro-batch of a window: the ``gradient_accumulation_steps``-th one, or the last one of the loader.

@@ -98,8 +98,7 @@ class States:
         return str(folder)
 
     def _call_hooks(self, folder: Location, weights: Weights) -> HookFiles | None:
-        """Call the hooks, which may write files. Weights that a hook removes from ``weights`` on rank 0 are not
-        saved."""
+        """Call the hooks, which may write files. Weights that a hook removes on rank 0 are not saved."""
         hooks = list(self.before_save.values())
         if not hooks:
             return None
