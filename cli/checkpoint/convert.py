@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("file", help="a file written by torch.save, such as Lightning's .ckpt")
     parser.add_argument("out", help="the file to write, which must not exist")
     parser.add_argument(
-        "--trust", action="store_true", help="load objects too, which runs the code that the file references"
+        "--trust", action="store_true", help="also load objects, which runs the code that the file references"
     )
 
 
@@ -41,7 +41,9 @@ def run(arguments: Namespace) -> int:
     contents, apart = converted(_load(arguments.file, arguments.trust), arguments.file)
     single_file.write(contents, out, whole="state_dict" in contents)
     if apart:
-        messages.answer(f"Kept as objects, which can be loaded only with weights_only=False: {', '.join(apart)}.")
+        messages.answer(
+            f"These entries were kept as objects, which can be loaded only with weights_only=False: {', '.join(apart)}."
+        )
     messages.answer(f"Wrote {arguments.out} ({out.stat().st_size:,} bytes).")
     return 0
 
@@ -56,15 +58,16 @@ def _load(file: str, trusted: bool) -> Any:
     except (AttributeError, ImportError) as error:
         if isinstance(error, AttributeError) and "__main__" in str(error):
             raise RuntimeError(
-                f"{file!r} references a class of the script that wrote it ({error}). Load the file with "
-                "weights_only=False in that script, or move the class to a module and write the file again."
+                f"{file!r} references a class that is defined in the script that wrote the file ({error}). Load the "
+                "file with weights_only=False in that script, or move the class to a module and write the file again "
+                "from there."
             ) from error
         package = _REPLACED.get((getattr(error, "name", None) or "").partition(".")[0])
         fix = (
-            "Run this command with Paceline in place of that package: "
-            f"PACELINE_STANDS_IN={package} paceline checkpoint convert ..."
+            f"Run the command with Paceline in place of that package: PACELINE_STANDS_IN={package} paceline checkpoint "
+            "convert ..."
             if package
-            else "Install its package, or run this command where the program's modules can be imported: "
+            else "Install the missing package, or run the command where the program's modules can be imported: "
             "PYTHONPATH=FOLDER paceline checkpoint convert ..."
         )
         raise RuntimeError(f"{file!r} references code that cannot be imported: {error}. {fix}") from error
