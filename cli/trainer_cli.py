@@ -234,8 +234,7 @@ class TrainerCLI:
             subcommands.add_subcommand(name, parser, help=help_line)
 
     def _needed_subcommands(self) -> list[str]:
-        """Return the subcommands whose arguments are needed: all, or if help is requested, those in the command
-        line."""
+        """Return the subcommands that need arguments: all or, if help is requested, those on the command line."""
         names = list(self.subcommands())
         words = sys.argv[1:] if self._args is None else self._args
         if not isinstance(words, list) or {"-h", "--help"}.isdisjoint(words):
