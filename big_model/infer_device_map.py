@@ -126,7 +126,7 @@ def plan_device_map(
             must run on it.
     """
     if device_map not in WORDS:
-        more = f", or a dict that maps module names to devices, such as {{'': {device_map!r}}} for all"
+        more = f", or a dict that maps module names to devices, such as {{'': {device_map!r}}} for the entire model"
         raise ValueError(messages.unknown("device_map", device_map, WORDS, more))
     limits = get_max_memory(max_memory)
     atoms = _atoms(model, no_split_module_classes)
