@@ -56,7 +56,7 @@ def host_syncs(case: Case) -> Finding | None:
             "Keep values as tensors, and read them every n steps, all at once.",
         )
         + " Use torch.where instead of if.",
-        f"{'The host' if on_gpu else 'None on a CPU, but on a GPU the host'} can queue work ahead again.",
+        "The host can queue work ahead again." if on_gpu else "None on a CPU. On a GPU, the host can queue work ahead.",
         share=0.1 if on_gpu else 0.0,
         is_note=not on_gpu,
     )
