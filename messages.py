@@ -88,7 +88,7 @@ def info(text: str) -> None:
 
 
 def info_anywhere(text: str) -> None:
-    """Like :func:`info`, but on any rank, for messages about the rank that calls it."""
+    """Like :func:`info`, but on any rank, for messages about the calling rank."""
     if log.handlers or logging.getLogger().handlers:
         log.info(text)
     else:
@@ -162,7 +162,7 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def ignored(where: str, why: str, unless: Any = None, **given: Any) -> None:
-    """Report once that arguments have no effect. For arguments that would change results, callers raise instead.
+    """Report once that arguments have no effect. If these would change results, callers raise an error instead.
 
     Args:
         where: the class or function that received the arguments, such as ``"Accelerator"``.

@@ -131,7 +131,7 @@ class Accelerator(AcceleratorProperties):
             process. ``"per_sample"`` also means one step with ``split_batches=True``, because an epoch then has as many
             batches as on a single process, and with ``step_scheduler_with_optimizer=False``.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
-            keeps its accuracy; ``"keep"`` leaves them unchanged.
+            keeps its accuracy; ``"keep"`` leaves outputs unchanged.
     """
 
     @check_names()

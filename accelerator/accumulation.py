@@ -43,7 +43,7 @@ class GradientState:
 
     Args:
         num_steps: number of micro-batches in a window.
-        adjust_scheduler: accepted and ignored; schedulers never advance while gradients accumulate.
+        adjust_scheduler: accepted and ignored, because schedulers never advance while gradients accumulate.
         sync_with_dataloader: whether the last batch of a loader always completes the window.
         sync_each_batch: whether to synchronize gradients after every micro-batch, which saves memory under FSDP but
             needs more communication.
@@ -64,7 +64,7 @@ class GradientState:
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
-        runs_own_backward: whether a warning has said that the script does not call ``accelerator.backward``.
+        runs_own_backward: whether the user has been warned that the script does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
         observers: doctors that time the loop.
         split_batch: the last ``batch`` whose sequences ``maybe_context_parallel`` split; None if there is none.

@@ -109,7 +109,7 @@ class Dispatched(Shard):
 
 
 def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]:
-    """Distribute up to ``world`` batches to ``world`` processes in order; if there are fewer, split the batches."""
+    """Distribute up to ``world`` batches to ``world`` processes in order; split the batches if there are too few."""
     count, parts = len(batches), []
     for index, batch in enumerate(batches):
         pieces = (index + 1) * world // count - index * world // count

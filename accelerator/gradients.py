@@ -29,7 +29,7 @@ class Gradients:
     """Chooses how backward passes run, synchronizes and unscales gradients, and clips them.
 
     Attributes:
-        run: runs the backward pass of a weighted loss; if None, the loss's own ``backward`` is called.
+        run: function that runs the backward pass of a weighted loss; None means the loss's own ``backward``.
         replicas: strategies under which a backward pass may leave gradients unsynchronized.
         norm: norm of the last accumulation window's gradients before clipping, shape (); None before the first window.
     """
@@ -187,12 +187,13 @@ class Gradients:
             what = f"{apart[0]} has no parameter of a prepared model" if apart else "no model was prepared"
             messages.warn_once(
                 f"accelerator.backward was called, but {what}, so the {processes} processes train separately, without "
-                "averaging gradients. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
+                "averaging gradients. Prepare the model and its optimizer: model, optimizer = "
+                "accelerator.prepare(model, optimizer)."
             )
         used = any(loader.epoch > 0 or loader.batches_done > 0 for loader in self.prepared.loaders)
         if not self.state.by_hand and not used:
             messages.warn_once(
                 "accelerator.backward was called, but no prepared loader is in use. If the loader gives all "
-                f"{processes} processes the same samples, they all do the same work. Use loader = "
+                f"{processes} processes the same samples, they all do the same work. Prepare the loader: loader = "
                 "accelerator.prepare(loader)."
             )

@@ -71,7 +71,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_reduction: has no effect.
         gradient_as_bucket_view: whether to make gradients views of the buckets, to save memory.
         static_graph: whether the loss depends on the same parameters in every step.
-        comm_hook: whether to reduce a bucket in 16 bits, or compressed to low rank.
+        comm_hook: how to compress a bucket while it is reduced: to 16 bits, or to low rank.
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype that buckets are converted to before the hook runs.
         comm_state_option: arguments of ``PowerSGDState`` (``matrix_approximation_rank``, ...), for PowerSGD.
     """
@@ -160,7 +160,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Args:
         backend: name of the backend; None means Gloo on the CPU and NCCL with CUDA.
-        init_method: rendezvous URL; None uses the launcher's.
+        init_method: rendezvous URL; None uses the launcher's URL.
         timeout: how long a collective operation waits for other processes; None means 30 minutes.
     """
 
@@ -192,7 +192,7 @@ class ProfileKwargs(KwargsHandler):
     """Arguments for ``torch.profiler.profile``.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``, ...; None means all that this torch build supports.
+        activities: ``"cpu"``, ``"cuda"``, ...; None means all activities that this torch build supports.
         schedule_option: arguments of ``torch.profiler.schedule``, in steps: ``wait``, ``warmup``, ``active``,
             ``repeat``, ``skip_first``.
         on_trace_ready: function to call with the profiler after the ``active`` steps.
@@ -362,7 +362,7 @@ class MSAMPRecipeKwargs(_Refused):
 
 
 class FP8RecipeKwargs(_Refused):
-    """Arguments for 8-bit training with the package given as ``backend``, which is not supported."""
+    """Arguments for 8-bit training with the package ``backend``. Such training is not supported."""
 
 
 @dataclass(frozen=True)

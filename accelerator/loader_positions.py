@@ -271,7 +271,7 @@ def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run the first pass if the saved pass was complete.
+    """Run the first pass after loading, if the saved pass was complete.
 
     If the loop never trains in this pass, the loop has only skipped the saved pass, which then counts as finished.
     """

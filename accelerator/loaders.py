@@ -48,9 +48,9 @@ class DataLoaderConfiguration:
         dispatch_batches: whether process 0 reads all batches and sends them to the other processes; None means False.
         even_batches: whether all processes get the same number of batches. If False, no sample is repeated, so some
             processes may get one batch fewer.
-        use_seedable_sampler: has no effect; the order always depends only on the seed and the epoch.
+        use_seedable_sampler: has no effect, because the order always depends only on the seed and the epoch.
         data_seed: seed for shuffling; None uses torch's seed.
-        non_blocking: has no effect; copies to a GPU always use pinned memory and do not block.
+        non_blocking: has no effect, because copies to a GPU always use pinned memory and do not block.
         use_stateful_dataloader: whether to read iterable datasets with torchdata's StatefulDataLoader, which can save
             its position even with workers. Map-style datasets resume exactly without it.
     """

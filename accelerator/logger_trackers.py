@@ -92,7 +92,7 @@ class WandBTracker(OpenedTracker):
 class MLflowTracker(OpenedTracker):
     """``"mlflow"``: :class:`~paceline.loggers.MLFlowLogger`; ``project_name`` is the name of the MLflow experiment.
 
-    The run is also MLflow's active run, so that MLflow's own functions, such as ``mlflow.log_text``, add to it.
+    The run is also MLflow's active run, so that MLflow's own functions, such as ``mlflow.log_text``, write to it.
 
     Args:
         experiment_name: the experiment; ``MLFLOW_EXPERIMENT_NAME`` has priority.

@@ -32,7 +32,8 @@ class PreparedModel:
     """A prepared model and its strategy.
 
     Args:
-        compiler: returns the function that compiles a module's forward pass; None if it is not compiled.
+        compiler: function that takes a module and returns the function that compiles its forward, or None for no
+            compiling.
         explain: explains errors in the forward pass.
 
     Attributes:
@@ -198,7 +199,7 @@ def refuse_processes(strategy: Strategy, what: str) -> None:
 
 
 class Routed:
-    """The forward of a prepared module. Copies of the module get the original forward; they are not prepared."""
+    """The forward of a prepared module. Copies of the module, which are not prepared, get the original forward."""
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ class AcceleratedOptimizer(Optimizer):
         return parameters(self.optimizer)
 
     def refuse_others(self, why: str) -> None:
-        """Make it an error to step the user's optimizer directly; ``why`` explains what would go wrong."""
+        """Make stepping the user's optimizer directly raise an error; ``why`` explains what would go wrong."""
         text = (
             f"{type(self.optimizer).__name__}.step() was called on the optimizer that was passed to prepare, {why}. "
             "Step the optimizer that prepare returned: optimizer = accelerator.prepare(optimizer)."

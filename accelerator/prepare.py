@@ -52,7 +52,8 @@ class Prepared:
         strategy: the Accelerator's strategy; each model gets its own copy of the strategy.
         gradient_state: tells optimizers and schedulers when to step.
         shards: whether the strategy replaces parameters with shards.
-        compiler: returns the function that compiles a module's forward pass; None if it is not compiled.
+        compiler: function that takes a module and returns the function that compiles its forward, or None for no
+            compiling.
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
@@ -233,7 +234,7 @@ class Prepared:
         return prepared
 
     def _refuse_shared(self, model: nn.Module) -> None:
-        """Raise an error if a model shares parameters with a sharded model, where sharding has replaced them."""
+        """Raise an error if a model shares parameters with a model whose parameters sharding has replaced."""
         for other in self.placements.values():
             shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
             if shared:

@@ -125,7 +125,7 @@ class PartialState(Processes):
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """Return the state of a strategy that is already set up. The first such strategy becomes this process's one."""
+        """Return the state of a strategy that is already set up. The process keeps the first such strategy."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:
@@ -169,7 +169,7 @@ class PartialState(Processes):
 
     @property
     def debug(self) -> bool:
-        """Whether shapes are compared before each collective (PACELINE_DEBUG)."""
+        """Whether shapes are compared before each collective operation (PACELINE_DEBUG)."""
         return bool(resolve()["debug"]) if _process.debug is None else _process.debug
 
     @debug.setter

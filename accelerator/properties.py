@@ -90,9 +90,9 @@ class AcceleratorProperties(Processes):
     )
     use_seedable_sampler = Shown[bool](
         "dataloader_config.use_seedable_sampler",
-        "Has no effect; the order always depends only on the seed and the epoch.",
+        "Has no effect, because the order always depends only on the seed and the epoch.",
     )
-    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Has no effect; copies to a GPU never block.")
+    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Has no effect, because copies to a GPU never block.")
     use_stateful_dataloader = Shown[bool](
         "dataloader_config.use_stateful_dataloader", "Whether torchdata's StatefulDataLoader reads iterable datasets."
     )

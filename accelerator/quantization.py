@@ -116,8 +116,8 @@ def load_and_quantize_model(
     Args:
         model: a model with its weights or, if the weights are in files, on the meta device (``init_empty_weights``).
         bnb_quantization_config: the quantization format, and the layers that are not quantized.
-        weights_location: file or folder with the weights, as for ``load_checkpoint_and_dispatch``. They may already be
-            quantized in this format. Needed only for a model on the meta device.
+        weights_location: file or folder with the weights, as for ``load_checkpoint_and_dispatch``. These may already be
+            quantized in the chosen format. Needed only for a model on the meta device.
         device_map: devices for the parts of a model on the meta device, as for ``load_checkpoint_and_dispatch``. None
             means the first accelerator, or the CPU if there is none. Modules that a map offloads to the CPU or to disk
             are not quantized.
@@ -211,8 +211,8 @@ def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: M
             give(model, names[id(own)], own, value.to(_wanted_dtype(name, value, config)))
     if values:
         messages.warn(
-            f"{str(path)!r} contains tensors that {type(model).__name__} does not have ({len(values)}): "
-            f"{', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}. They are not used."
+            f"{str(path)!r} contains {len(values)} tensors that {type(model).__name__} does not have: "
+            f"{', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}. These tensors are not used."
         )
 
 

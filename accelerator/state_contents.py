@@ -186,7 +186,8 @@ class Restored:
         newer: name of a later state of the same run, or None.
 
     Attributes:
-        missing: descriptions of objects that are not in the checkpoint, and keep their state, or that are only there.
+        missing: descriptions of objects that only this run has (they keep their state), or that only the checkpoint
+            has.
     """
 
     def __init__(
@@ -307,9 +308,8 @@ class Restored:
             load_weights(module, state, not partly, _silent(load) if partly else load, _ADVICE)
             if partly:
                 messages.info_once(
-                    f"The state contains only the trained weights and buffers of {type(module).__name__} "
-                    f"({len(state)}). The frozen weights ({len(left_out)}) keep their current values "
-                    "(only_trainable=True)."
+                    f"The state contains only the {len(state)} trained weights and buffers of {type(module).__name__}. "
+                    f"The {len(left_out)} frozen weights keep their current values (only_trainable=True)."
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}

@@ -132,8 +132,8 @@ class Folders:
     def delete_old(self, newest: Location) -> None:
         """Delete this node's oldest states beyond ``total_limit``, including states of runs that this run resumed.
 
-        Numbered folders are deleted entirely. In other folders, only the saved files are deleted, then the folder if it
-        is then empty.
+        Numbered folders are deleted entirely. In other folders, only the saved files are deleted, and then the folder
+        unless it contains anything else.
         """
         limit = self.project.total_limit
         if limit is None:

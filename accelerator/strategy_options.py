@@ -118,7 +118,7 @@ def _only(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
     if len(plugins) != 1:
         raise NotImplementedError(
             f"Accelerator(deepspeed_plugin=...) got {len(plugins)} plugins ({', '.join(map(str, plugins))}). Pass only "
-            "one, because all prepared models share its configuration."
+            "one plugin, because all prepared models share one configuration."
         )
     return next(iter(plugins.values()))
 

@@ -154,8 +154,8 @@ def _is_tracker_class(value: Any) -> bool:
 class Trackers(list[GeneralTracker]):
     """An Accelerator's trackers; empty until ``init_trackers``.
 
-    No method communicates with other processes, so each may be called on the main process alone. Other processes have
-    the same list, but only trackers with ``main_process_only = False`` do anything there.
+    No method communicates with other processes, so each method may be called on the main process alone. Other processes
+    have the same list, but only trackers with ``main_process_only = False`` do anything there.
 
     Args:
         logging_dir: the directory from the Accelerator's ``ProjectConfiguration``.

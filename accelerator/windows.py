@@ -192,7 +192,7 @@ def _items(saved: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
 
 
 def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float) -> dict[int, dict[str, Any]]:
-    """Return each rank's gradients, with the saved run's mean gradient, or its sum if items are counted."""
+    """Return gradients for each rank that keep the saved run's mean (or its sum, if items are counted)."""
     by_items = {
         index
         for entry in ranks[0]["windows"]

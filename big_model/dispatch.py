@@ -50,7 +50,7 @@ def dispatch_model(
 
     A part in host memory or on disk is copied to the main device when it runs and freed afterward, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
-    copy. Outputs are bit-identical to running the model on one device, as long as modules only call each other. A
+    copy. Outputs are bit-identical to those of the model on one device, as long as modules only call each other. A
     module that reads another module's weight directly gets the values as stored. On the CPU, computing directly with
     values in a file may change the last bits of a product, unless the file is aligned to 64 bytes, as Paceline's own
     files are. Only one thread at a time may run the model, and the files must not change while the model is in use. To

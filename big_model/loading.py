@@ -70,7 +70,7 @@ def load_checkpoint_and_dispatch(
         preload_module_classes: classes whose instances are fetched as a unit; None means the classes that are not
             split.
         force_hooks: whether to attach hooks even if everything is on one device.
-        strict: whether missing and unexpected names are an error instead of a warning.
+        strict: whether missing and unexpected names cause an error instead of a warning.
         full_state_dict: has no effect, because each process reads the files.
         broadcast_from_rank0: has no effect, because each process reads the files.
 

@@ -49,5 +49,5 @@ def of_repeated_classes(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return only those of the given modules that are not inside another of them."""
+    """Return only those of the given modules that are not inside another given module."""
     return {name: module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)}

@@ -118,7 +118,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         save_folder: a folder that :func:`offload_state_dict` wrote.
         index: entries of the folder's index, or ``{"safetensors_file": path, "weight_name": name}`` for a tensor in a
             safetensors file; None reads the folder's index.
-        device: accepted and ignored; tensors are on the CPU.
+        device: accepted and ignored, because tensors are on the CPU.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """A view of the tensors in a mapping whose names begin with a prefix; the prefix is removed from the names."""
+    """A view of those tensors in a mapping whose names begin with a prefix, which is removed from the names."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset

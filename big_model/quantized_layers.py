@@ -37,7 +37,7 @@ class Quantization:
 
 
 def require_bitsandbytes(who: str) -> None:
-    """Raise a ModuleNotFoundError if bitsandbytes is not installed; ``who`` names the caller."""
+    """Raise a ModuleNotFoundError if bitsandbytes is not installed; ``who`` is the caller's name."""
     if not messages.is_installed("bitsandbytes"):
         raise ModuleNotFoundError(messages.missing(who, "bitsandbytes"), name="bitsandbytes")
 

@@ -69,9 +69,9 @@ class ArgumentParser(_Base):
         *args: as for jsonargparse's parser.
         description: text that ``--help`` shows.
         env_prefix: prefix for the names of environment variables.
-        default_env: read values from environment variables.
-        short_names: import Paceline's callbacks, loggers, profilers and strategies, so that users can choose them by
-            their short names and ``--help`` lists them.
+        default_env: whether to read values from environment variables.
+        short_names: whether to import Paceline's callbacks, loggers, profilers and strategies, so that users can choose
+            them by their short names and ``--help`` lists them.
         **kwargs: as for jsonargparse's parser.
     """
 

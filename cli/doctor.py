@@ -116,7 +116,7 @@ def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dic
 def ended(status: int) -> str:
     """Describe how a failed program exited."""
     if status >= 0:
-        return f"exited with status {status}; see its output above."
+        return f"exited with status {status}; see the output above."
     name = signal.Signals(-status).name
     reason = " The operating system kills processes when memory runs out, so check dmesg." if name == "SIGKILL" else ""
     return f"was killed by {name}.{reason}"

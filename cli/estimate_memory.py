@@ -18,7 +18,7 @@ MODEL is the first of these that matches:
   a folder, file or index of weights; only headers (safetensors) or sizes (other files) are read
   module:factory or file.py:factory: a function that returns a model, (model, batch) or (model, batch, loss), where
       loss(model, batch) is a function; the model is an nn.Module or a TrainingModule. If the factory has parameters
-      batch_size and sequence_length, they receive the values. Tensors that the factory creates take no memory.
+      batch_size and sequence_length, they receive the flags' values. Tensors that the factory creates take no memory.
 Nothing is downloaded.
 
   paceline estimate-memory ./Mixtral-8x7B --device_memory 80GiB --num_processes 8

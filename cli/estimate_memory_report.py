@@ -27,7 +27,7 @@ class Loading:
     Attributes:
         dtype: name of the dtype, as in --dtypes.
         weights: size of all weights.
-        largest_layer: size of the largest layer, because a layer is never split between devices.
+        largest_layer: size of the largest layer; a layer is never split between devices.
         inference: peak memory of a forward pass on one device; only the size of the weights if there is no batch.
         offloaded: peak memory of a forward pass if weights are offloaded and loaded layer by layer.
         training: peak memory of training on one device; None if a model cannot be trained in this dtype.
@@ -227,11 +227,11 @@ class MemoryVerdict:
         bad = [row for row in rows if row.fits == "no"]
         if bad:
             least = min(bad, key=lambda row: row.estimate.training).estimate
-            yield f"Does not fit: {', '.join(_named(row.estimate) for row in bad[:6])}{' ...' if bad[6:] else ''}."
+            yield f"These do not fit: {', '.join(_named(row.estimate) for row in bad[:6])}{' ...' if bad[6:] else ''}."
             if not good:
                 yield f"None of the requested strategies fits with room to spare; {_named(least)} needs the least."
         if good:
-            yield f"Fits: {', '.join(_named(row.estimate) for row in good[:6])}{' ...' if good[6:] else ''}."
+            yield f"These fit: {', '.join(_named(row.estimate) for row in good[:6])}{' ...' if good[6:] else ''}."
             return
         found = [_named(one, how) for how, one in self._others() if self.machine.fits(one) == "yes"]
         yield (
@@ -255,7 +255,7 @@ class MemoryVerdict:
             f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk), it fits in '
             f"{' or '.join(offloaded)}."
             if offloaded
-            else " Its largest layer alone is too large for one device in any of these dtypes."
+            else " The model's largest layer alone is too large for one device in any of these dtypes."
         )
 
     def _others(self) -> Iterator[tuple[str, MemoryEstimate]]:

@@ -80,7 +80,7 @@ def _add_script(parser: ArgumentParser) -> None:
         "instead of _.\nThese flags are not supported; an error message says what to use instead: --tpu_*, "
         "--use_megatron_lm, --megatron_lm_*, --fp8_*, --aws_*, --mpirun_hostfile."
     )
-    parser.add_argument("script", help="the file to run, or with -m a module, or with --no_python any program")
+    parser.add_argument("script", help="the file to run (with -m, a module; with --no_python, any program)")
     parser.add_argument("script_args", nargs=REMAINDER, help="the script's arguments, passed on unchanged")
     _add(parser, "module", "-m", action="store_true", help="the script is a module, as with python -m")
     _add(parser, "no_python", action="store_true", help="the script is a program, not a Python file")

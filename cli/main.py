@@ -26,14 +26,14 @@ COMMANDS = {
     "checkpoint verify": "verify every byte against the checksums",
     "checkpoint prune": "delete all checkpoints except the newest and the best",
     "checkpoint export": "write a checkpoint in another format",
-    "checkpoint convert": "write a copy of another program's checkpoint that contains only plain data",
+    "checkpoint convert": "convert another program's checkpoint to a file that contains only plain data",
 }
 _GROUPS = {"checkpoint": "list, verify, prune and convert checkpoints"}
 #: Commands of Accelerate that Paceline does not need.
 _NOT_HERE = {
     "to-fsdp2": "Paceline uses FSDP 2, and reads Accelerate's FSDP 1 settings files unchanged: paceline launch "
     "--config_file FILE train.py",
-    "tpu-config": "this command runs others on the machines of a TPU pod. Instead, run paceline launch --tpu on each "
+    "tpu-config": "Paceline does not run commands on all machines of a TPU pod. Instead, run paceline launch --tpu on each "
     "machine, with --num_machines, --machine_rank and --main_process_ip",
 }
 

@@ -1,4 +1,4 @@
-"""Run a program with Paceline in place of a package: ``python -m paceline.compat lightning train.py ...``."""
+"""Runs a program with Paceline in place of a package: ``python -m paceline.compat lightning train.py ...``."""
 
 from __future__ import annotations
 

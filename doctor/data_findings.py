@@ -55,7 +55,7 @@ def data_bound(case: Case) -> Finding | None:
     where = f" on rank {facts.rank}" if len(case) > 1 else ""
     if workers is None:
         change = (
-            "Use a DataLoader with num_workers, or prepare the batches in advance: the "
+            "Use a DataLoader with num_workers, or prepare the batches in advance, because the "
             f"{facts.loader.get('kind', 'loader')} loads them in the training process."
         )
     else:
@@ -70,7 +70,7 @@ def data_bound(case: Case) -> Finding | None:
         f"Loading a batch takes about {duration(fetch)}, and the rest of the step takes {duration(rest)}. To keep up, "
         f"loading would need {wanted} workers, and {_cores(cores)}.",
         change,
-        (f"With only more workers, it is {facts.step / max(rest, fetch / cores):.1f} times as fast. " if more else "")
+        (f"More workers make a step {facts.step / max(rest, fetch / cores):.1f} times as fast. " if more else "")
         + faster(share, "the wait"),
         share,
     )

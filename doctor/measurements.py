@@ -158,7 +158,7 @@ def usable_cores() -> int:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Return how many bytes of host and device memory there are and are used, as far as known."""
+    """Return the total, used and available bytes of host and device memory, as far as they are known."""
     found: dict[str, float] = {}
     try:
         lines = Path("/proc/meminfo").read_text()

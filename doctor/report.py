@@ -104,8 +104,8 @@ class Report:
             return ""
         factor = together / alone
         return (
-            f"{count} processes process {factor:.2f} times as many samples per second as one, which is a scaling "
-            f"efficiency of {percent(factor / count)}."
+            f"{count} processes train on {factor:.2f} times as many samples per second as one process, which is a "
+            f"scaling efficiency of {percent(factor / count)}."
         )
 
     def _rows(self) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""``--try``: carries out a short run with each promising change, and compares its speed with the original run."""
+"""``--try``: does a short run with each promising change, and compares its speed with that of the original run."""
 
 from __future__ import annotations
 

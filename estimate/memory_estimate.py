@@ -302,7 +302,7 @@ def _read(rehearsal: Rehearsal, plan: _SimulationPlan, processes: int, batch: An
 
 
 def largest_layer(sizes: dict[str, int]) -> tuple[str, int]:
-    """Return the name and size of the largest block or layer, because it must fit on one device.
+    """Return the name and size of the largest block or layer; each of these must fit on one device.
 
     Args:
         sizes: bytes by parameter name. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``. A parameter whose

@@ -47,8 +47,8 @@ class MemoryUse(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Records when storages are created, resized and freed. Use it inside FakeTensorMode.
 
-    Tensors have no values inside it, so reading a value (``.item()``, ``if tensor:``) returns a placeholder (False, 1
-    or 1.0, depending on the dtype) and sets ``guessed``.
+    Inside this context, tensors have no values, so reading a value (``.item()``, ``if tensor:``) returns a placeholder
+    (False, 1 or 1.0, depending on the dtype) and sets ``guessed``.
     """
 
     def __init__(self) -> None:

@@ -229,7 +229,7 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a record, given the record, its page, or a folder that contains it as the newest record.
+    """Return the path of a record, given the record, its page, or a folder (the newest record in it is used).
 
     Raises:
         FileNotFoundError: if there is no record.

@@ -1,4 +1,4 @@
-"""``paceline checkpoint convert``: write a copy of another program's checkpoint that contains only plain data."""
+"""``paceline checkpoint convert``: convert another program's checkpoint to a file that contains only plain data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _REPLACED = {
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     parser.description = (
-        "Write a copy of another program's checkpoint that contains only plain data, so that it can be loaded without\n"
-        "running code. Without --trust, a file that references code is rejected, and the error lists that code."
+        "Convert another program's checkpoint to a file that contains only plain data, so that it can be loaded\n"
+        "without running code. Without --trust, a file that references code is rejected, and the error lists that code."
     )
     parser.add_argument("file", help="a file written by torch.save, such as Lightning's .ckpt")
     parser.add_argument("out", help="the file to write, which must not exist")
@@ -59,8 +59,7 @@ def _load(file: str, trusted: bool) -> Any:
         if isinstance(error, AttributeError) and "__main__" in str(error):
             raise RuntimeError(
                 f"{file!r} references a class that is defined in the script that wrote the file ({error}). Load the "
-                "file with weights_only=False in that script, or move the class to a module and write the file again "
-                "from there."
+                "file with weights_only=False in that script, or move the class to a module and write the file again."
             ) from error
         package = _REPLACED.get((getattr(error, "name", None) or "").partition(".")[0])
         fix = (

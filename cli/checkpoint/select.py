@@ -53,7 +53,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def checkpoints(path: str, depth: int = DEPTH) -> Iterator[FoundCheckpoint]:
-    """Yield the checkpoints in and below the folder ``path`` by folder and save number, or the checkpoint ``path``.
+    """Yield the checkpoint ``path``, or all checkpoints in the folder ``path`` by subfolder and save number.
 
     Raises:
         FileNotFoundError: if ``path`` does not exist.

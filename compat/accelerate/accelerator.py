@@ -163,8 +163,8 @@ class Accelerator(accelerator.Accelerator):
         Such a loop does not call ``no_sync`` under DeepSpeed.
 
         Raises:
-            ValueError: if the loop does not count micro-batches, and the DeepSpeed configuration has another number of
-                them than the Accelerator.
+            ValueError: if the loop does not count micro-batches, and the DeepSpeed configuration and the Accelerator
+                have different numbers of micro-batches.
         """
         if self.gradient_state.by_hand:
             for model in self.prepared.trained:

@@ -54,7 +54,7 @@ def _run(command: str, arguments: Namespace) -> None:
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
-    """Return a parser with the flags of ``paceline launch``, which include Accelerate's."""
+    """Return a parser with the flags of ``paceline launch``, which include Accelerate's flags."""
     return _parser("launch", launch_command, subparsers)
 
 

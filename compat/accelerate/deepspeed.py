@@ -302,7 +302,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         self.options()
 
     def read(self) -> dict[str, Any]:
-        """Return the configuration without ``"auto"`` values, the optimizer and the schedule."""
+        """Return the configuration without the optimizer, the schedule and ``"auto"`` values."""
         return self._asked().read()
 
     def options(self) -> dict[str, Any]:
@@ -467,11 +467,11 @@ class HfDeepSpeedConfig:
         return found is not None and not found
 
     def is_zero2(self) -> bool:
-        """Return True for stage 2."""
+        """Return True for ZeRO stage 2."""
         return self.get_value("zero_optimization.stage", -1) == 2
 
     def is_zero3(self) -> bool:
-        """Return True for stage 3."""
+        """Return True for ZeRO stage 3."""
         return self.get_value("zero_optimization.stage", -1) == 3
 
     def is_offload(self) -> bool:
@@ -512,7 +512,7 @@ def _refuse_both(name: str, objects: Any, kind: type, dummy: bool, config: Mappi
         stand_in = "DummyOptim" if name == "optimizer" else "DummyScheduler"
         raise ValueError(
             f"The DeepSpeed configuration defines the {name}, and the script creates one too. Remove {name!r} from the "
-            f"configuration, or create an accelerate.utils.{stand_in} instead in the script."
+            f"configuration, or create an accelerate.utils.{stand_in} in the script instead."
         )
 
 

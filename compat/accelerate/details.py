@@ -69,7 +69,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str]) -> bool:
-    """Return True for a linear layer that is not listed and whose sizes are multiples of 16."""
+    """Return True for a linear layer that is not in ``layers_to_filter`` and whose sizes are multiples of 16."""
     if not isinstance(module, nn.Linear) or fqn in layers_to_filter:
         return False
     return not module.in_features % 16 and not module.out_features % 16

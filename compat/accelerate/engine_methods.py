@@ -40,7 +40,7 @@ class EngineMethods:
         return {"_prepared": None, "_model": None}
 
     def attach(self, model: nn.Module) -> None:
-        """Add the methods to the model."""
+        """Add the engine's methods to the model."""
         for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
             vars(model)[name] = getattr(self, name)
         _let_config_be_read(getattr(model, "config", None))
@@ -114,7 +114,7 @@ class EngineMethods:
             load_module_only: whether to load only the weights.
 
         Returns:
-            The checkpoint's path and ``client_state``; ``(None, {})`` if ``tag`` is None and there is no ``latest``.
+            The checkpoint's path and ``client_state``; ``(None, {})`` if ``tag`` is None and ``latest`` does not exist.
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or DeepSpeed itself wrote the checkpoint.

@@ -176,7 +176,7 @@ def check_os_kernel() -> None:
 
 
 def load_config_from_file(config_file: str | None = None) -> Any:
-    """Return an object with ``to_dict()`` and, as attributes, a file's settings; by default, of the file in use."""
+    """Return the settings in a file (by default, the file in use) as an object with attributes and ``to_dict()``."""
     path = config_file or files.find_file()
     if path is None:
         raise FileNotFoundError(

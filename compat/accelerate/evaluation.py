@@ -28,7 +28,7 @@ def note_items(state: GradientState, gathered: Any) -> None:
 
 
 def once_per_sample(data: Any, loader: DataLoaderShard, state: GradientState, strategy: Strategy, split: bool) -> Any:
-    """Return the data that a loop gathers for a batch, but with only one repeated loss per sample of this process.
+    """Return the data that a loop gathers for a batch, with exactly one copy of the loss per sample of this process.
 
     Every process must call this.
 
@@ -59,7 +59,7 @@ def _is_repeated(value: Any, size: int) -> bool:
 def _loss_of_all(value: Any, size: int, samples: int, short: bool, state: GradientState, strategy: Strategy) -> Any:
     """Return the loss over all processes for the last batch of a pass.
 
-    If ``value`` is not this process's loss, repeated, return ``value`` unchanged.
+    If ``value`` does not consist of copies of this process's loss, return ``value`` unchanged.
     """
     loader, items = state.counted or (None, None)
     if items is None:

@@ -9,7 +9,7 @@ from ...accelerator import accumulation
 
 
 class _OfTheLast(type):
-    """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
+    """Makes ``GradientState()`` return the newest Accelerator's state, while ``isinstance`` accepts all states."""
 
     last: weakref.ref[accumulation.GradientState] | None = None
     alone: accumulation.GradientState | None = None

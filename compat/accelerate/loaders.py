@@ -168,14 +168,14 @@ class DataLoaderShard(PreparedLoader):
         window, steps = state.window, state.num_steps
         if window.complete and not window.free and 0 < window.count < steps:
             _tell(
-                f"The last window of a pass has {window.count} of {steps} micro-batches. Its gradient is their mean, "
-                f"whereas Accelerate divides their sum by {steps}.",
+                f"The last window of a pass has {window.count} of {steps} micro-batches. Its gradient is the mean "
+                f"over these micro-batches, whereas Accelerate divides the sum by {steps}.",
                 key="the last window is short",
             )
         if steps > 1 and sum(one.count > 0 for one in state.windows.values()) > 1:
             _tell(
-                "Each argument of accumulate has its own accumulation window, whereas in Accelerate, all accumulate "
-                "blocks count toward the same window.",
+                "Each group of models passed to accumulate has its own accumulation window, whereas in Accelerate, "
+                "all accumulate blocks count toward the same window.",
                 key="several windows",
             )
         if world > 1 and self.remainder > 0:

@@ -1,4 +1,4 @@
-"""``accelerate``'s search for a batch size that fits in memory; the factor differs from Paceline's search."""
+"""``accelerate``'s search for a batch size that fits in memory, with another reduction factor than Paceline's."""
 
 from __future__ import annotations
 

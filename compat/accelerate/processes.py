@@ -36,7 +36,7 @@ class _OtherProcess(Strategy):
 
 
 def gather(tensor: Any) -> Any:
-    """Gather tensors like ``accelerator.gather``."""
+    """Gather tensors as ``accelerator.gather`` does."""
     return operations.gather(tensor, _strategy())
 
 

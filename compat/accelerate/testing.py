@@ -41,7 +41,7 @@ def _count() -> int:
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the device type, the number of devices, and a function that returns the bytes in use."""
+    """Return the device type, the number of devices, and a function that returns the bytes of device memory in use."""
     return present().name, _count(), present().allocated_memory
 
 

@@ -1,4 +1,4 @@
-"""Fabric's ``ThroughputMonitor``, and its loggers, whose first argument is ``root_dir``.
+"""Fabric's loggers, whose first argument is ``root_dir``, and Fabric's ``ThroughputMonitor``.
 
 Command lines select a logger by its class name, so these classes have other names than Paceline's loggers.
 """

@@ -18,7 +18,7 @@ _SECTION = "paceline"
 class Unlisted:
     """A method that ``inspect.getmembers(owner, inspect.isfunction)`` does not find.
 
-    Programs list the functions of ``Callback`` to find all hooks, so no other function must be listed.
+    Programs list the functions of ``Callback`` to find all hooks, so functions that are not hooks must not be listed.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -246,7 +246,7 @@ class Interval(str, Enum):
 
 
 def get_standard_metrics(trainer: Any) -> dict[str, int | str]:
-    """Return the value that every progress bar shows: the logger's version, or its last four characters."""
+    """Return the value that every progress bar shows: the logger's version (for a string, its last four characters)."""
     version = trainer.logger.version if trainer.loggers else None
     if version is None:
         return {}

@@ -10,7 +10,7 @@ import torch
 
 
 def install() -> None:
-    """Change the range test."""
+    """Make the range test behave as in Lightning."""
     tests: Any = import_module("paceline.tuner.lr_range_test")
     tests.SETTLING = 1
     tests.LossCurve.head_start = 1
@@ -27,7 +27,7 @@ def rate(test: Any, step: int) -> float:
 
 
 def _suggesting(without: Callable[..., float | None]) -> Callable[..., float | None]:
-    """Wrap ``suggestion`` to return the rate at which the loss falls fastest with the rate itself, not with its log."""
+    """Wrap ``suggestion`` to return the rate where the slope of the loss over the rate (not its log) is steepest."""
 
     def suggestion(found: Any, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         losses, rates = torch.tensor(found.results["loss"]), torch.tensor(found.results["lr"])

@@ -1,6 +1,6 @@
-"""Add the methods and attributes of Lightning's strategies, precisions and accelerators to Paceline's classes.
+"""Adds the methods and attributes of Lightning's strategies, precisions and accelerators to Paceline's classes.
 
-Each of them only calls a Paceline method or returns a fixed value.
+Each added method or attribute only calls a Paceline method or returns a fixed value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Helpers for test suites written for Lightning, for skipping tests and for mock callbacks."""
+"""Helpers for test suites written for Lightning, which skip tests and complete mock callbacks."""
 
 from __future__ import annotations
 

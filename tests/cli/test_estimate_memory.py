@@ -87,8 +87,8 @@ def test_i8_a_model_that_does_not_fit_is_told_with_what_would(factory: str, caps
     fits = {row["strategy"]: row["fits"] for row in found["training"]}
     assert fits == {"single_device": "no", "ddp": "no", "fsdp": "no", "fsdp_cpu_offload": "yes"}
     said = " ".join(found["verdict"])
-    assert "Does not fit: single_device in 32-true" in said
-    assert "Fits: fsdp_cpu_offload x2 in 32-true" in said
+    assert "These do not fit: single_device in 32-true" in said
+    assert "These fit: fsdp_cpu_offload x2 in 32-true" in said
     nothing = asked(capsys, *arguments, "--device_memory", "25MB", "--strategy", "fsdp")
     assert {row["fits"] for row in nothing["training"]} == {"no"}
     said = " ".join(nothing["verdict"])
