@@ -211,8 +211,8 @@ def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: M
             give(model, names[id(own)], own, value.to(_wanted_dtype(name, value, config)))
     if values:
         messages.warn(
-            f"{str(path)!r} contains {len(values)} tensors that {type(model).__name__} does not have: "
-            f"{', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}. These tensors are not used."
+            f"{str(path)!r} contains {len(values)} tensor{'s' * (len(values) > 1)} that {type(model).__name__} does "
+            f"not have and does not use: {', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}."
         )
 
 

@@ -65,7 +65,7 @@ def weight_files(path: Path) -> list[Path]:
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"The index {str(path)!r} lists {len(names)} files, but {len(missing)} of them do not exist: "
+            f"The index {str(path)!r} lists {len(names)} files, of which {len(missing)} could not be found: "
             f"{', '.join(map(str, missing[:5]))}. Copy the missing files to the index's folder."
         )
     return [path.parent / name for name in names]

@@ -252,7 +252,7 @@ class MemoryVerdict:
         said = f"Loaded in {', '.join(too_large)}, the model does not fit on one device of {messages.size(memory)}."
         said += f" In {' or '.join(smaller)}, the model fits." if smaller else ""
         yield said + (
-            f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk), it fits in '
+            f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk), the model fits in '
             f"{' or '.join(offloaded)}."
             if offloaded
             else " The model's largest layer alone is too large for one device in any of these dtypes."

@@ -33,8 +33,8 @@ _GROUPS = {"checkpoint": "list, verify, prune and convert checkpoints"}
 _NOT_HERE = {
     "to-fsdp2": "Paceline uses FSDP 2, and reads Accelerate's FSDP 1 settings files unchanged: paceline launch "
     "--config_file FILE train.py",
-    "tpu-config": "Paceline does not run commands on all machines of a TPU pod. Instead, run paceline launch --tpu on each "
-    "machine, with --num_machines, --machine_rank and --main_process_ip",
+    "tpu-config": "Paceline does not run commands on all machines of a TPU pod. Instead, run paceline launch --tpu on "
+    "each machine, with --num_machines, --machine_rank and --main_process_ip",
 }
 
 #: Exit status of a command that failed.
