@@ -1,8 +1,8 @@
-"""Paceline trains PyTorch models: subclass :class:`TrainingModule` and pass it to a :class:`Trainer`.
+"""Paceline trains PyTorch models: subclass :class:`TrainingModule`, and pass an instance to a :class:`Trainer`.
 
 To write your own training loop, use :class:`Accelerator`.
 
-Public names are loaded on first use, so ``import paceline`` is almost free (it does not import torch).
+Public names are loaded on first use, so ``import paceline`` is almost free and does not import torch.
 """
 
 from __future__ import annotations

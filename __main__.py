@@ -1,4 +1,4 @@
-"""``python -m paceline``: the command line if the script ``paceline`` is not on the path."""
+"""``python -m paceline``: runs the command line, even if the program ``paceline`` is not on the PATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a package import its public names on first use (PEP 562), so that importing the package is cheap."""
+"""Makes a package import its public names on first use (PEP 562), so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def lazy_names(namespace: dict[str, Any], files: Mapping[str, str], own: str = "
 
     Args:
         namespace: the package's ``globals()``.
-        files: maps modules, relative to the package, to the names they define, separated by spaces.
-        own: names for ``__all__`` that the package itself defines.
+        files: dict from modules, relative to the package, to the names that they define, separated by spaces.
+        own: names in ``__all__`` that the package itself defines.
         modules: the package's modules that can be used without importing them first.
     """
     package = namespace["__name__"]

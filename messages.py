@@ -46,7 +46,7 @@ class ValueWarning(PacelineWarning, RuntimeWarning):
 
 
 def set_rank(rank: int | None) -> None:
-    """Set this process's rank; only rank 0 prints. If ``rank`` is None, it is read from the environment."""
+    """Set this process's rank, because only rank 0 prints. None means that the environment determines the rank."""
     global _rank
     _rank = rank
 
@@ -65,12 +65,12 @@ def is_rank_zero() -> bool:
 
 
 def spoken() -> str:
-    """Return the value of :data:`SAID` for processes that run the same command again."""
+    """Return the value of :data:`SAID` to pass to child processes that run the same command again."""
     return ",".join([str(os.getpid()), *_spoken])
 
 
 def _is_mine(text: str) -> bool:
-    """Return True if this process prints the message: only on rank 0, unless the parent process already printed it."""
+    """Return True if this process prints a message: only on rank 0, unless its parent process already printed it."""
     if not is_rank_zero():
         return False
     checksum = f"{zlib.crc32(text.encode()):x}"
@@ -88,7 +88,7 @@ def info(text: str) -> None:
 
 
 def info_anywhere(text: str) -> None:
-    """Like :func:`info`, but on any rank, for messages about the rank that calls it."""
+    """Like :func:`info`, but on any rank, for messages about the calling rank."""
     if log.handlers or logging.getLogger().handlers:
         log.info(text)
     else:
@@ -115,7 +115,7 @@ def error(text: str) -> None:
 
 
 def warn(text: str, category: type[PacelineWarning] = PacelineWarning) -> None:
-    """Warn on rank 0 through :mod:`warnings`, pointing at the line in the user's code.
+    """Warn on rank 0 through :mod:`warnings`, with the line in the user's code as the location.
 
     If no user code is on the stack, for example in a library's thread, the warning has no location.
     """
@@ -135,7 +135,7 @@ def warn(text: str, category: type[PacelineWarning] = PacelineWarning) -> None:
 
 
 def owner_of(frame: FrameType) -> Literal["user", "package", "library"]:
-    """Return whose code a frame runs: the user's, Paceline's, or a library's (torch, Python, code without a file)."""
+    """Return whether a frame runs the user's code, Paceline's, or a library's (torch, Python, code without a file)."""
     file, names = frame.f_code.co_filename, frame.f_globals
     module = names.get("__package__") or names.get("__name__") or ""
     top, _, rest = module.partition(".")
@@ -162,11 +162,11 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def ignored(where: str, why: str, unless: Any = None, **given: Any) -> None:
-    """Report once that arguments have no effect. For arguments that would change results, callers raise instead.
+    """Report once that arguments have no effect. If these would change results, callers raise an error instead.
 
     Args:
-        where: what the arguments were passed to, such as ``"Accelerator"``.
-        why: the reason; it follows "because".
+        where: the class or function that received the arguments, such as ``"Accelerator"``.
+        why: the reason, as a clause that follows "because".
         unless: the arguments' default. Arguments that have this value, or are None, are not reported.
         **given: the arguments by name.
     """
@@ -228,7 +228,7 @@ def size(number: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Format ranks briefly, even thousands of them: ``[1, 2, 3, 7]`` -> ``"ranks 1-3, 7"``."""
+    """Format ranks briefly, even if there are thousands: ``[1, 2, 3, 7]`` -> ``"ranks 1-3, 7"``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -245,7 +245,7 @@ def missing(who: str, package: str) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Return True if a package can be imported, without importing it. A plain folder is not counted as a package."""
+    """Return True if a package can be imported, without importing it. A plain folder does not count as a package."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 

@@ -1,4 +1,4 @@
-"""Import modules by their former names. Such an import finds the module in its current location and prints a note."""
+"""Lets modules be imported by their former names. Such an import prints a note with the module's current name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOVED = {
 class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import finder for former module names.
 
-    It comes first in ``sys.meta_path``, because Python might otherwise find an empty folder left behind by an upgrade.
+    It must come first in ``sys.meta_path``, because Python might otherwise find an empty folder that an upgrade left.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -49,11 +49,11 @@ class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         from . import messages
 
         inner = spec.name.partition(".")[2]
-        messages.info_once(f"{_PACKAGE}.{inner} is now {_PACKAGE}.{_MOVED[inner]}. Import it from there.")
+        messages.info_once(f"{_PACKAGE}.{inner} is now {_PACKAGE}.{_MOVED[inner]}. Import the module by its new name.")
         module = importlib.import_module(f"{_PACKAGE}.{_MOVED[inner]}")
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec, which Python has replaced. The module's code has already run."""
+        """Restore the module's own spec, which Python has replaced; the module's code has already run."""
         module.__spec__ = module.__spec__ and module.__spec__.loader_state

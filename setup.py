@@ -1,7 +1,7 @@
-"""Makes the description that package indexes show from README.md. All other metadata is in pyproject.toml.
+"""Creates the description that package indexes show, from README.md. All other metadata is in pyproject.toml.
 
-An index shows the description far from the repository, where relative links lead nowhere and there is no ``.`` to
-install. So the description names the linked files instead, and installs the package by its name.
+On an index, relative links would lead nowhere, and there is no ``.`` to install. Therefore, the description contains
+the paths of linked files instead of links, and installs the package by its name.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ _TIMED = {
 
 
 class Accelerator(AcceleratorProperties):
-    """Runs your own training loop on any number of devices; call ``prepare`` once and ``backward`` in each step.
+    """Runs your own training loop on any number of devices. Call ``prepare`` once, and ``backward`` for each batch.
 
     Example::
 
@@ -101,7 +101,7 @@ class Accelerator(AcceleratorProperties):
     An argument that is None takes its value from the launch command, the environment or the config file.
 
     Args:
-        device_placement: whether ``prepare`` moves models, and loaders move batches, to the device.
+        device_placement: whether models and batches are moved to the device automatically.
         split_batches: whether to split each batch across processes; see ``DataLoaderConfiguration``.
         mixed_precision: ``"no"`` (float32 throughout), ``"fp16"`` or ``"bf16"`` (weights stay float32), or a Precision.
         gradient_accumulation_steps: number of micro-batches per accumulation window; see ``accumulate``.
@@ -117,22 +117,21 @@ class Accelerator(AcceleratorProperties):
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
-        gradient_accumulation_plugin: ``gradient_accumulation_steps`` and related settings.
+        gradient_accumulation_plugin: an object with ``gradient_accumulation_steps`` and related settings.
         step_scheduler_with_optimizer: if True, schedulers advance only when their optimizers have stepped; if False,
             they advance on every call.
         kwargs_handlers: settings for DistributedDataParallel, autocast, the loss scaler, the process group and the
             profiler.
         dynamo_backend: backend to compile models with.
         dynamo_plugin: the backend and other compilation settings.
-        parallelism_config: sizes of the dimensions along which layers and sequences are split, and parameters are
-            sharded and replicated.
+        parallelism_config: number of processes for each kind of parallelism (tensor, sequence, sharding, replication).
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
             ``"per_sample"``: one step per data-parallel process, for a schedule whose length was computed for a single
-            process. With ``split_batches=True``, where an epoch has the same number of batches as on a single process,
-            and with ``step_scheduler_with_optimizer=False``, ``"per_sample"`` means one step too.
+            process. ``"per_sample"`` also means one step with ``split_batches=True``, because an epoch then has as many
+            batches as on a single process, and with ``step_scheduler_with_optimizer=False``.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
-            keeps its accuracy; ``"keep"`` leaves them unchanged.
+            keeps its accuracy; ``"keep"`` leaves outputs unchanged.
     """
 
     @check_names()
@@ -223,7 +222,7 @@ class Accelerator(AcceleratorProperties):
             PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of this object; the copy continues from the same point.
+        """Return the state for pickling or copying; the copy continues training from the same point.
 
         Raises:
             TypeError: the run has several processes, or shards its models.
@@ -290,8 +289,8 @@ class Accelerator(AcceleratorProperties):
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context manager in which new layers are created on the run's device and in its dtype.
 
-        Under a sharding strategy, ``load_checkpoint_in_model`` does not read weights inside this context; later, in
-        ``prepare``, each process reads only its shard.
+        Under a sharding strategy, ``load_checkpoint_in_model`` does not read weights inside this context. Instead, each
+        process reads only its shard when the model is prepared.
 
         Args:
             empty_init: whether to skip initializing weights, because they will be loaded. Under a sharding strategy,
@@ -307,7 +306,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: the model.
             device_placement: whether to move the model to the device; None uses the Accelerator's setting.
-            evaluation_mode: whether the model is used only for evaluation; if so, nothing is kept for gradients.
+            evaluation_mode: whether the model is used only for evaluation; if so, it is not wrapped for training.
         """
         return self.prepared.model(model, device_placement, evaluation_mode)
 
@@ -371,11 +370,11 @@ class Accelerator(AcceleratorProperties):
                 self.gradient_state.window.local.add(id(strategy))
 
     def accumulate(self, *models: Any) -> Window:
-        """Return a context manager for one micro-batch of a window: ``with accelerator.accumulate(model):``.
+        """Return the context manager for one micro-batch of an accumulation window.
 
-        Inside it, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` take effect only on the last
-        micro-batch of a window: the ``gradient_accumulation_steps``-th one, or the last one of the loader. Models that
-        are trained in turn, such as a GAN's, have separate windows.
+        Inside the context, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` take effect only on
+        the last micro-batch of a window: the ``gradient_accumulation_steps``-th one, or the last one of the loader.
+        Models that are trained in turn, such as a GAN's, have separate windows.
 
         Args:
             *models: prepared models that accumulate gradients; by default, all prepared models.
@@ -391,7 +390,7 @@ class Accelerator(AcceleratorProperties):
         return self.gradients.trigger_sync(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the total gradient norm if the window is complete; call this after every backward pass.
+        """Clip the total gradient norm if the accumulation window is complete; call this after every backward pass.
 
         Args:
             parameters: parameters of prepared models.
@@ -405,11 +404,11 @@ class Accelerator(AcceleratorProperties):
         return self.gradients.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip gradients elementwise to ``[-clip_value, clip_value]`` if the window is complete."""
+        """Clip gradients elementwise to ``[-clip_value, clip_value]`` if the accumulation window is complete."""
         self.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the gradients of a complete window by the fp16 loss scale, once. Clipping does this automatically.
+        """Divide gradients by the fp16 loss scale, once per accumulation window. Clipping does this automatically.
 
         Args:
             optimizer: one or more prepared optimizers; None means all.
@@ -437,7 +436,7 @@ class Accelerator(AcceleratorProperties):
 
         Rows that repeat samples of other processes are removed from tensors that have one row per sample. Tensors of
         shape () are left out if they come from a process that has only repeated samples, which can happen if fewer
-        samples than processes are left in the last round of a pass. All other values are gathered in full. If
+        samples than processes are left at the end of a pass over the loader. All other values are gathered in full. If
         ``maybe_context_parallel`` has split the batch, each process has the results of one part of each sequence, and
         the results of all parts are concatenated along the first dimension.
 
@@ -465,7 +464,7 @@ class Accelerator(AcceleratorProperties):
         return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Drop all prepared objects and free memory. The result has one None per object; assign it to your variables.
+        """Drop all prepared objects and free memory. Returns one None per argument, to assign to your variables.
 
         Models that were prepared with ``evaluation_mode=True`` can still be used.
         """
@@ -484,13 +483,13 @@ class Accelerator(AcceleratorProperties):
     ) -> AbstractContextManager[Any]:
         """Context manager that splits sequences if ``ParallelismConfig(cp_size=...)`` is set; otherwise, does nothing.
 
-        Inside it, process r of n holds the r-th of n consecutive parts of each sequence. Attention
+        Inside the context, process r of n holds the r-th of n consecutive parts of each sequence. Attention
         (``scaled_dot_product_attention``) covers all parts. Run the forward pass, the loss and ``accelerator.backward``
-        inside it. Labels must already be shifted. If the parts differ in the number of tokens that the loss counts,
-        pass that number to ``backward(num_items=...)``; without it, all parts have the same weight.
+        inside the context. Labels must already be shifted. If the parts differ in the number of tokens that the loss
+        counts, pass that number to ``backward(num_items=...)``; without it, all parts have the same weight.
 
         Args:
-            buffers: the tensors that contain sequences: tokens, positions and labels. They change in place.
+            buffers: the tensors that contain sequences: tokens, positions and labels. They are modified in place.
             buffer_seq_dims: the sequence dimension of each buffer.
             no_restore_buffers: buffers that need not be restored to full sequences afterward.
         """
@@ -500,7 +499,7 @@ class Accelerator(AcceleratorProperties):
         return self.strategy.split_sequences(tensors, dims, unrestored)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Raise an error: LOMO updates weights during backward, so windows, clipping and loss scaling cannot work."""
+        """Raise an error, because LOMO updates weights during backward, which rules out accumulation and clipping."""
         raise NotImplementedError(
             "accelerator.lomo_backward is not supported, because Paceline has no LOMO optimizers. Use "
             "accelerator.backward(loss) with any optimizer from torch.optim."
@@ -536,7 +535,7 @@ class Accelerator(AcceleratorProperties):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Call ``hook(models, input_dir)`` on every rank before a state is loaded.
 
-        If the hook removes a model from ``models``, the model gets no weights from the state.
+        If the hook removes a model from ``models``, no weights are loaded into that model.
 
         Returns:
             A handle whose ``remove()`` removes the hook.
@@ -589,7 +588,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             dirpath: folder for ``doctor.html`` and ``doctor.json``; None means ``project_dir``, or else the working
                 directory.
-            write: whether to write these files; if False, only print the report.
+            write: whether to write these two files; if False, only print the report.
         """
         return OwnLoop(self, Doctor(dirpath, write=write)).examined()
 

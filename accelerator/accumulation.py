@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ReadLoader(Protocol):
-    """Attributes of the current :class:`.loaders.PreparedLoader` that windows, gathering and error messages read."""
+    """The attributes of a :class:`.loaders.PreparedLoader` that are read by windows, gathering and error messages."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -39,32 +39,32 @@ class ReadLoader(Protocol):
 
 
 class GradientState:
-    """The state of an Accelerator's current micro-batch: its loader, and whether it completes the window.
+    """The state of an Accelerator's current micro-batch, such as its loader and whether it completes the window.
 
     Args:
         num_steps: number of micro-batches in a window.
-        adjust_scheduler: accepted and ignored; schedulers never advance while gradients accumulate.
-        sync_with_dataloader: whether the last batch of a loader completes a window.
+        adjust_scheduler: accepted and ignored, because schedulers never advance while gradients accumulate.
+        sync_with_dataloader: whether the last batch of a loader always completes the window.
         sync_each_batch: whether to synchronize gradients after every micro-batch, which saves memory under FSDP but
             needs more communication.
 
     Attributes:
-        sync_gradients: whether this micro-batch completes the window; if so, optimizers step.
+        sync_gradients: whether the current micro-batch completes the window; if so, optimizers step.
         active_dataloader: the loader of the current batch; None if no loader is being read.
         window: the innermost open ``accumulate`` window or, if none is open, the most recent one.
-        speaker: the window that last turned gradient synchronization on or off; None if something else did.
+        speaker: the window that last turned gradient synchronization on or off; None if it was not a window.
         on_pass: function to call with a loader when a pass over it begins.
-        explain: function that takes an error, and returns one that says what to do, or None if it cannot help.
+        explain: function that takes an error and returns an error that says what to do, or None if it has no advice.
         depth: number of open ``accumulate`` blocks.
-        by_hand: whether the loop itself decides after which micro-batches to step.
-        counted: a loader, and the number of items that the loop has gathered for the loader's last batch; the number
+        by_hand: whether the user's loop decides after which micro-batches optimizers step.
+        counted: a loader, and the number of items that the loop has gathered for the loader's last batch. The number
             becomes None once it has been used.
         dataloader_references: loaders that are being read, innermost last.
         trains: whether an optimizer has been prepared.
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
         checked: whether the function that runs backward passes has been chosen since the last model was prepared.
-        runs_own_backward: whether a warning has said that the script does not call ``accelerator.backward``.
+        runs_own_backward: whether the user has been warned that the script does not call ``accelerator.backward``.
         step: a counter for the loop's own use, saved with the state.
         observers: doctors that time the loop.
         split_batch: the last ``batch`` whose sequences ``maybe_context_parallel`` split; None if there is none.
@@ -112,7 +112,7 @@ class GradientState:
             tell()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without anything tied to this process: loader passes, open blocks, callbacks and IDs."""
+        """Return the state without loader passes, open blocks, callbacks and IDs, which are tied to this process."""
         return vars(self) | {
             "speaker": None,
             "on_pass": None,
@@ -163,14 +163,14 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.
 
-        Once such a loop has fetched a loader's last batch, that batch completes the window. Its loss is weighted here,
-        unless the loop has gathered the number of items to weight the loss itself.
+        Once such a loop has fetched a loader's last batch, that batch completes the window. This method weights the
+        batch's loss, unless the loop has gathered the number of items in order to weight the loss itself.
         """
         self.sync_gradients, self.by_hand = sync_gradients, True
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the loop itself weights the loss: it has gathered the number of items, or fetched later batches."""
+        """Whether the loop weights the loss, because it has gathered item counts or has fetched later batches."""
         return self.by_hand and (self.counted is not None or not self.sync_gradients)
 
     @property
@@ -188,9 +188,9 @@ class GradientState:
         for loader in self.dataloader_references:
             if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
                 messages.warn_once(
-                    "Several prepared loaders are read at once, and the last batch of one differs in size between "
-                    "processes. backward and gather_for_metrics use the loader that was read last, so the uneven batch "
-                    "is not weighted and its repeated samples are not removed. Use one loader over a "
+                    "Several prepared loaders are read at once, and the last batch of one loader differs in size "
+                    "between processes. backward and gather_for_metrics use the loader that was read last, so the "
+                    "uneven batch is not weighted and its repeated samples are not removed. Use one loader over a "
                     "torch.utils.data.StackDataset, or drop the incomplete batch (drop_last=True)."
                 )
 
@@ -208,7 +208,7 @@ class GradientState:
 
 
 class Window:
-    """The micro-batches over which a group of models accumulates gradients; enter it for each micro-batch.
+    """The micro-batches over which a group of models accumulates gradients; a context to enter for each micro-batch.
 
     An Accelerator starts with a window for loops that do not call ``accumulate``. In this window, every backward pass
     counts as a micro-batch, and losses are weighted only by ``num_items``.
@@ -222,7 +222,7 @@ class Window:
         counted: whether the current micro-batch had a backward pass.
         complete: whether the current micro-batch is the last one in the window.
         free: whether the window is for a loop that does not call ``accumulate``.
-        settled: IDs of optimizers whose gradients are final: synchronized, unscaled and weighted.
+        settled: IDs of optimizers whose gradients are final, that is, synchronized, unscaled and weighted.
         stepped: IDs of optimizers that have stepped with the window's gradients.
         cleared: whether an optimizer's gradients were cleared.
         local: IDs of strategies that still hold unsynchronized gradients.
@@ -344,7 +344,7 @@ class Window:
         self.by_items = items
 
     def _at_one_scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, rescaled so that the entire window uses the fp16 scale of its first loss."""
+        """Return the loss, rescaled so that all losses of the window use the fp16 scale of the first one."""
         scale = self._precision.shared_scale(of_next_loss=True)
         if scale is None:
             return loss
@@ -390,9 +390,9 @@ class Window:
         strategy.finish_gradients(inner, factor)
 
     def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
-        """Check whether the gradients come from a script that calls ``loss.backward()`` itself.
+        """Check whether the script called ``loss.backward()`` itself to compute the gradients.
 
-        The check waits for the device if there are any gradients.
+        If there are any gradients, the check waits for the device.
 
         Raises:
             RuntimeError: ``loss.backward()`` was called inside ``accumulate``, so the optimizer would never step.
@@ -416,9 +416,9 @@ class Window:
             )
         state.runs_own_backward = True
         messages.warn(
-            f"{name} divides gradients by the fp16 loss scale, but they did not come from accelerator.backward, which "
-            "multiplies the loss by that scale. Call accelerator.backward(loss) instead of loss.backward(). If the "
-            "script calls accelerator.scaler.scale(loss) itself, ignore this warning."
+            f"{name} divides gradients by the fp16 loss scale, but these gradients did not come from "
+            "accelerator.backward, which multiplies the loss by that scale. Call accelerator.backward(loss) instead "
+            "of loss.backward(). If the script calls accelerator.scaler.scale(loss) itself, ignore this warning."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class Window:
         return {"count": self.count if waiting else 0, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`. If the state's count is not 0, restore the gradients first."""
+        """Restore a state from :meth:`state_dict`. If the window is incomplete, restore the gradients first."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
         self._scale = state.get("scale") if self.count else None

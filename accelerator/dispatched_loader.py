@@ -1,4 +1,4 @@
-"""Loaders that only process 0 reads; it sends batches to the other processes."""
+"""Loaders that are read only by process 0, which sends batches to the other processes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Handed(NamedTuple):
 
 
 class Dispatched(Shard):
-    """A loader that only process 0 reads; in each round, every process gets one batch.
+    """A loader that is read only by process 0, which sends one batch to every process in each round.
 
     Batches may have different shapes, because they are never concatenated. If the last round has fewer batches than
-    processes, the batches are split in order; a process left without rows gets a repeated row, with a share of 0.
+    processes, the batches are split in order. A process that is left without rows gets a repeated row with weight 0.
 
     Args:
         loader: the loader that process 0 reads.
@@ -91,7 +91,7 @@ class Dispatched(Shard):
         return self.strategy.scatter_objects([parts[owner] for owner in self._owners])
 
     def _tell(self, error: Exception) -> None:
-        """Make the other processes fail too, so that they do not wait forever."""
+        """Send an error to the other processes, so that they fail too instead of waiting forever."""
         failed = Handed(failure=f"{type(error).__name__}: {error}")
         self.strategy.scatter_objects([failed] * len(self._owners))
 
@@ -109,7 +109,7 @@ class Dispatched(Shard):
 
 
 def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]:
-    """Distribute up to ``world`` batches to ``world`` processes in order; if there are fewer, split the batches."""
+    """Distribute up to ``world`` batches to ``world`` processes in order; split the batches if there are too few."""
     count, parts = len(batches), []
     for index, batch in enumerate(batches):
         pieces = (index + 1) * world // count - index * world // count
@@ -122,7 +122,8 @@ def cut(batch: Any, pieces: int, must: bool = False) -> list[tuple[Any, int]]:
     """Split a batch into parts whose sizes differ by at most 1; return each part with its number of real rows.
 
     A part that would be empty repeats the last row and has 0 real rows. A batch whose tensors do not share a first
-    dimension is not split: each part is the entire batch, which counts as 1 row in the first part and 0 in the others.
+    dimension is not split. Instead, each part is the entire batch, and counts as 1 row in the first part and as 0 rows
+    in the others.
     """
     rows = _rows(batch)
     if rows is None and must:

@@ -1,4 +1,4 @@
-"""String enums for the values of settings and handlers, looked up case-insensitively."""
+"""String enums for the values of settings and handlers. Members are looked up case-insensitively."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Errors:
         self._prepared = weakref.ref(prepared)
 
     def explain(self, model: PreparedModel | None, error: BaseException) -> BaseException | None:
-        """Return an error of the same type that says what to do, or None if there is nothing to add."""
+        """Return an error of the same type as ``error`` that says what to do, or None if there is nothing to add."""
         prepared = self._prepared()
         owner = model or prepared
         better = explain_lost_worker(error, "") or (owner and owner.strategy.explain(error))
@@ -53,7 +53,7 @@ class Errors:
     def explain_uncaught(self) -> None:
         """Install an exception hook that explains uncaught errors.
 
-        In full precision on one process, the model's forward is not wrapped, so nothing else can explain its errors.
+        In full precision on one process, the model's forward method is not wrapped, so only this hook sees its errors.
         """
         before: Any = sys.excepthook
         if isinstance(before, partial) and getattr(before.func, "__func__", None) is Errors._uncaught:

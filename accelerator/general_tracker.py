@@ -67,7 +67,7 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Open files and connections. ``init_trackers`` calls this once the processes have joined their group."""
+        """Open files and connections. ``init_trackers`` calls this once the processes have joined the process group."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the run's settings by name."""
@@ -102,8 +102,8 @@ class GeneralTracker:
 
     def _has_no(self, method: str) -> None:
         raise NotImplementedError(
-            f"The tracker {self.name!r} ({type(self).__name__}) has no {method}. Define it in the class, or use the "
-            f"object that it wraps: accelerator.get_tracker({self.name!r}, unwrap=True)."
+            f"The tracker {self.name!r} ({type(self).__name__}) has no {method}. Define this method in the class, or "
+            f"use the object that the tracker wraps: accelerator.get_tracker({self.name!r}, unwrap=True)."
         )
 
 
@@ -120,7 +120,7 @@ def _by_logger(method: str) -> Any:
 class LoggerTracker(GeneralTracker):
     """Wraps one of Paceline's loggers as a tracker.
 
-    Nothing is opened before the first value is logged, so that ``load_state`` can still continue the checkpoint's run.
+    The logger opens nothing before the first value is logged, so ``load_state`` can still continue the saved run.
     """
 
     name = "logger"

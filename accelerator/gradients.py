@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Gradients:
-    """Chooses how backward passes run, and synchronizes and unscales the gradients before they are clipped.
+    """Chooses how backward passes run, synchronizes and unscales gradients, and clips them.
 
     Attributes:
-        run: runs the backward pass of a weighted loss; if None, the loss's own ``backward`` is called.
-        replicas: strategies whose backward passes may leave unsynchronized gradients.
+        run: function that runs the backward pass of a weighted loss; None means the loss's own ``backward``.
+        replicas: strategies under which a backward pass may leave gradients unsynchronized.
         norm: norm of the last accumulation window's gradients before clipping, shape (); None before the first window.
     """
 
@@ -166,19 +166,19 @@ class Gradients:
             return "so it would step with gradients that still contain fp16's loss scale"
         if self.state.num_steps > 1:
             return f"so it would step after each of the {self.state.num_steps} micro-batches"
-        return "so it would step with gradients that backward(num_items=...) has not divided by the number of items yet"
+        return "so it would step with gradients that have not yet been divided by the number of items (num_items)"
 
     def _forgotten(self, optimizer: Optimizer, model: PreparedModel) -> str:
         why = self._why()
         if self.prepared.shards:
-            why = "and sharding replaced the model's parameters, so it would train tensors that nothing uses"
+            why = "and sharding has replaced the model's parameters, so it would update tensors that nothing uses"
         return (
             f"{type(optimizer).__name__} has parameters of the prepared {type(model.module).__name__} but was not "
             f"prepared itself, {why}. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
         )
 
     def _check_shared(self) -> None:
-        """Warn if processes train separately, or on the same samples, because something was not prepared."""
+        """Warn if, without a prepared model, optimizer or loader, processes train separately or on the same samples."""
         processes = self.strategy.num_data_ranks
         if processes == 1:
             return
@@ -187,12 +187,13 @@ class Gradients:
             what = f"{apart[0]} has no parameter of a prepared model" if apart else "no model was prepared"
             messages.warn_once(
                 f"accelerator.backward was called, but {what}, so the {processes} processes train separately, without "
-                "averaging gradients. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
+                "averaging gradients. Prepare the model and its optimizer: model, optimizer = "
+                "accelerator.prepare(model, optimizer)."
             )
         used = any(loader.epoch > 0 or loader.batches_done > 0 for loader in self.prepared.loaders)
         if not self.state.by_hand and not used:
             messages.warn_once(
-                "accelerator.backward was called without a prepared loader in use. If the loader gives all "
-                f"{processes} processes the same samples, they all do the same work. Use loader = "
+                "accelerator.backward was called, but no prepared loader is in use. If the loader gives all "
+                f"{processes} processes the same samples, they all do the same work. Prepare the loader: loader = "
                 "accelerator.prepare(loader)."
             )

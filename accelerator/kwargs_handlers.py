@@ -51,7 +51,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
     def context(self, strategy: Strategy) -> AbstractContextManager[Any]:
-        """Return a context manager that computes in the strategy's precision, with this handler's arguments."""
+        """Return a context manager for computing in the strategy's precision, with this handler's arguments."""
         precision = strategy.precision
         if not isinstance(precision, MixedPrecision):
             return precision.forward_context()
@@ -70,8 +70,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         find_unused_parameters: whether to look in each step for parameters that the loss does not depend on.
         check_reduction: has no effect.
         gradient_as_bucket_view: whether to make gradients views of the buckets, to save memory.
-        static_graph: whether every step uses the same parameters.
-        comm_hook: how to reduce a bucket: in 16 bits, or compressed to low rank.
+        static_graph: whether the loss depends on the same parameters in every step.
+        comm_hook: how to compress a bucket while it is reduced: to 16 bits, or to low rank.
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype that buckets are converted to before the hook runs.
         comm_state_option: arguments of ``PowerSGDState`` (``matrix_approximation_rank``, ...), for PowerSGD.
     """
@@ -99,7 +99,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_hook is named.BATCHED_POWER_SGD:
             raise NotImplementedError(
                 "DistributedDataParallelKwargs(comm_hook='batched_power_sgd'): torch's batched PowerSGD raises an "
-                "AssertionError in the first step that it compresses. Use comm_hook='power_sgd'."
+                "AssertionError in the first step in which it compresses gradients. Use comm_hook='power_sgd'."
             )
         if self.comm_wrapper not in (named.NO, named.FP16, named.BF16):
             raise ValueError(
@@ -110,7 +110,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ValueError(
                 f"DistributedDataParallelKwargs: comm_wrapper={self.comm_wrapper.value!r} and "
                 f"comm_state_option={self.comm_state_option} have no effect without comm_hook. Choose a hook "
-                f"({messages.names(named.list()[1:-1])}), or leave these two arguments out."
+                f"({messages.names(named.list()[1:-1])}), or leave out comm_wrapper and comm_state_option."
             )
         if self.comm_state_option and self.comm_hook is not named.POWER_SGD:
             raise ValueError(
@@ -121,7 +121,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """Return the arguments of DistributedDataParallel itself; with ``ignore_keys=()``, every field."""
+        """Return only the arguments of DistributedDataParallel or, with ``ignore_keys=()``, every field."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def options(self) -> dict[str, Any]:
@@ -160,8 +160,8 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Args:
         backend: name of the backend; None means Gloo on the CPU and NCCL with CUDA.
-        init_method: rendezvous URL; None uses the launcher's.
-        timeout: how long a collective waits for other processes; None means 30 minutes.
+        init_method: rendezvous URL; None uses the launcher's URL.
+        timeout: how long a collective operation waits for other processes; None means 30 minutes.
     """
 
     backend: str | None = None
@@ -192,7 +192,7 @@ class ProfileKwargs(KwargsHandler):
     """Arguments for ``torch.profiler.profile``.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``, ...; None means all that this torch build supports.
+        activities: ``"cpu"``, ``"cuda"``, ...; None means all activities that this torch build supports.
         schedule_option: arguments of ``torch.profiler.schedule``, in steps: ``wait``, ``warmup``, ``active``,
             ``repeat``, ``skip_first``.
         on_trace_ready: function to call with the profiler after the ``active`` steps.
@@ -228,10 +228,10 @@ class ProfileKwargs(KwargsHandler):
 
     @contextmanager
     def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
-        """Context manager that yields the running profiler; if it has a schedule, call its ``step()`` after each batch.
+        """Context manager that yields the running profiler. With a schedule, call the profiler's ``step()`` per batch.
 
-        With ``output_trace_dir``, every process writes ``profile_<rank>.json`` there (repeated schedules also write
-        ``profile_<rank>_1.json``, ...), and all processes wait until the traces are written.
+        With ``output_trace_dir``, every process writes ``profile_<rank>.json`` to that folder (repeated schedules also
+        write ``profile_<rank>_1.json``, ...), and all processes wait until the traces are written.
         """
         profiler = self.build()
         if self.output_trace_dir is not None:
@@ -251,7 +251,7 @@ class ProfileKwargs(KwargsHandler):
         if "active" not in self.schedule_option:
             raise ValueError(
                 f"ProfileKwargs: schedule_option={self.schedule_option} does not set the number of steps to record. "
-                "Add 'active'."
+                "Add the key 'active'."
             )
         return torch.profiler.schedule(**{"wait": 0, "warmup": 0, **self.schedule_option})
 
@@ -276,7 +276,7 @@ class AORecipeKwargs(KwargsHandler):
     """Arguments for ``mixed_precision="fp8"``: 8-bit matrix products through torchao.
 
     Args:
-        config: a ``torchao.float8.Float8LinearConfig``; None scales whole tensors.
+        config: a ``torchao.float8.Float8LinearConfig``; None means one scale per tensor.
         module_filter_func: function that takes a linear layer and its name, and returns True to convert the layer; None
             converts every layer whose sizes are multiples of 16, except the model's first and last linear layers.
         pad_inner_dim: whether to pad tensors whose sizes do not allow 8-bit products; only without ``config``.
@@ -308,9 +308,9 @@ class TERecipeKwargs(KwargsHandler):
     Weights keep their dtype, and other operations compute in bfloat16.
 
     Args:
-        use_autocast_during_eval: whether forward passes without gradients multiply in 8 bits too.
+        use_autocast_during_eval: whether forward passes without gradients also use 8-bit products.
         margin: margin of the scales, as a power of 2.
-        interval: number of steps between two updates of the scales; only 1 in TransformerEngine 1.12 and newer.
+        interval: number of steps between updates of the scales; must be 1 in TransformerEngine 1.12 and newer.
         fp8_format: ``"HYBRID"`` (E5M2 for gradients, E4M3 for everything else) or ``"E4M3"`` (for everything).
         amax_history_len: number of steps whose largest values determine a scale.
         amax_compute_algo: which of these values determines the scale: ``"most_recent"`` or ``"max"``.
@@ -334,8 +334,8 @@ class TERecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.use_mxfp8_block_scaling:
             raise NotImplementedError(
-                "TERecipeKwargs(use_mxfp8_block_scaling=True) is not supported: Paceline scales whole tensors "
-                "(DelayedScaling), not blocks. Leave it out."
+                "TERecipeKwargs(use_mxfp8_block_scaling=True) is not supported, because Paceline uses one scale per "
+                "tensor (DelayedScaling). Leave out use_mxfp8_block_scaling."
             )
 
     def precision(self, kind: str) -> TransformerEnginePrecision:
@@ -351,7 +351,7 @@ class TERecipeKwargs(KwargsHandler):
 
 
 class _Refused(KwargsHandler):
-    """A handler that accepts any arguments but is rejected by the Accelerator."""
+    """A handler that can be created with any arguments, but that the Accelerator rejects."""
 
     def __init__(self, **arguments: Any) -> None:
         vars(self).update(arguments)
@@ -362,7 +362,7 @@ class MSAMPRecipeKwargs(_Refused):
 
 
 class FP8RecipeKwargs(_Refused):
-    """Arguments for 8-bit training with a package named by ``backend``; such training is not supported."""
+    """Arguments for 8-bit training with the package ``backend``. Such training is not supported."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def notebook_launcher(
         use_port: port for the rendezvous; None chooses a free port on a single machine, and 29500 on several.
         master_addr: address of machine 0, if there are several.
         node_rank: index of this machine, 0-based.
-        num_nodes: number of machines. Call this function in a notebook on each machine; only machine 0 gets a result.
+        num_nodes: number of machines. Call this function in a notebook on each machine. It returns a result only on
+            machine 0.
         **more: other arguments of Accelerate's launcher, accepted only with values that have no effect, such as
             ``max_restarts=0``.
 
@@ -68,14 +69,15 @@ def notebook_launcher(
     _refuse_used(kind, count)
     if is_initialized():
         messages.warn_once(
-            "An Accelerator was created before notebook_launcher was called, so it uses a single process. Inside the "
-            "launched function, create a new Accelerator, and do not use objects that the first one prepared."
+            "An Accelerator was created before notebook_launcher was called, so that Accelerator uses a single "
+            "process. Create a new Accelerator inside the launched function, and do not use objects there that the "
+            "first Accelerator prepared."
         )
     return _start(function, args, count, kind, variables, place)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
-    """Like :func:`notebook_launcher`, but always on the CPU, to try out multi-process code."""
+    """Like :func:`notebook_launcher`, but always uses the CPU; for trying out multi-process code."""
     return _start(function, args, num_processes, "cpu", {"PACELINE_CPU": "true", FORKED: "1"})
 
 
@@ -120,14 +122,14 @@ def _precision(asked: str | None) -> str | None:
 
 
 def _refuse_used(kind: str, count: int) -> None:
-    """Raise an error if CUDA is initialized, because copies of this process could not use it."""
+    """Raise an error if CUDA is initialized, because copies of this process could not use CUDA."""
     if kind == CUDA_KIND.name and CUDA_KIND.is_initialized():
         raise RuntimeError(
-            f"notebook_launcher(num_processes={count}) copies this process, but CUDA was initialized in it before the "
-            "launch, and a copy cannot use CUDA again. Restart the notebook, and create models, loaders and the "
-            "Accelerator only inside the function. Check earlier cells for .cuda(), .to('cuda'), device='cuda', memory "
-            "queries and imports that use CUDA (asking torch whether CUDA is available, or for the number of devices, "
-            "is harmless)."
+            f"notebook_launcher(num_processes={count}) copies this process, but the process had already initialized "
+            "CUDA, so its copies could not use CUDA. Restart the notebook, and create models, loaders and the "
+            "Accelerator only inside the function. Check earlier cells for .cuda(), .to('cuda'), device='cuda', "
+            "memory queries and imports that use CUDA (asking torch whether CUDA is available, or for the number of "
+            "devices, is harmless)."
         )
 
 

@@ -1,6 +1,6 @@
-"""Loader positions: the current pass over the data, and the first pass after a position is loaded.
+"""Tracks the current pass over a loader's data, and runs the first pass after a position was loaded.
 
-A script that itself skips to the loaded position causes a warning unless ``LoadedPosition.by_script`` is set.
+If the script itself skips to the loaded position, there is a warning, unless ``LoadedPosition.by_script`` is set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Pass:
         done: number of batches yielded, including skipped ones.
         batches: source of the batches.
         length: number of batches; -1 if unknown until ``batches`` reports that it is exhausted.
-        random: states of the host's random generators at the start of the pass.
+        random: states of the CPU's random generators at the start of the pass.
     """
 
     __slots__ = ("batches", "done", "epoch", "length", "random")
@@ -54,9 +54,9 @@ class LoadedPosition:
 
     Attributes:
         by_script: whether the script itself skips to the position; if so, the next pass starts from the beginning.
-        window_start: the batch after which the saved accumulation window began; None if no window was saved.
+        window_start: number of the batch after which the saved accumulation window began; None if no window was saved.
         arrive: function to call when the script has skipped to the position.
-        leave: function to call when the next pass starts before the position; discards the saved window.
+        leave: function that discards the saved window; called if the next pass starts before the position.
     """
 
     __slots__ = ("arrive", "by_script", "leave", "position", "window_start")
@@ -98,7 +98,7 @@ class LeftOut(FirstUse):
 
     Args:
         loaded: the loaded position.
-        one: the pass that continues from the loaded position.
+        one: the pass that starts at the loaded position.
     """
 
     def __init__(self, state: GradientState, loaded: LoadedPosition, one: Pass) -> None:
@@ -131,7 +131,7 @@ class LeftOut(FirstUse):
         self._tell(dropped, messages.warn, within_pass=self._at_hand > 0)
 
     def over(self, say: Callable[[str], None] = messages.warn) -> None:
-        """Report all batches; called if the next pass begins or the program ends before the loop has trained."""
+        """Report all batches of the pass; called if the pass or the program ends before the loop has trained."""
         self._tell(len(self._taken) - self._at_hand, say)
 
     def _tell(self, count: int, say: Callable[[str], None], within_pass: bool = False) -> None:
@@ -140,20 +140,20 @@ class LeftOut(FirstUse):
             return
         whole = (
             f"The pass covered only the rest of epoch {self._epoch}, because load_state had moved the loader to its "
-            "saved position. To count or evaluate all batches, use a separate loader. "
+            "saved position. To count the batches of an epoch, or to evaluate all of them, use a separate loader. "
         )
         within = "load_state had already moved the loader to its saved position. "
         say(
             f"After accelerator.load_state, the loop took {_batches(self._first, self._first + count)} of epoch "
             f"{self._epoch} from the loader but did not train on {'it' if count == 1 else 'them'}. "
-            f"{within if within_pass else whole}A script that also skips batches never trains on them. Delete the code "
-            "that skips batches (such as `if step < resume_step: continue`), and count with enumerate(loader, "
-            "start=loader.batches_done)."
+            f"{within if within_pass else whole}A script that skips batches as well never trains on those batches. "
+            "Delete the code that skips batches (such as `if step < resume_step: continue`), and count with "
+            "enumerate(loader, start=loader.batches_done)."
         )
 
 
 class Place:
-    """The position of a loader, shared with the loaders that ``skip_first_batches`` creates from it.
+    """The position of a loader, shared with the loaders that ``skip_first_batches`` creates from that loader.
 
     Attributes:
         epoch: index of the next pass.
@@ -171,7 +171,7 @@ class Place:
         self.left_out: LeftOut | None = None
 
     def __reduce__(self) -> Any:
-        """Pickle so that a copy restarts the current pass."""
+        """Pickle this position so that a copy restarts the current pass."""
         return _place_at, ((self.epoch, self.resume) if self.current is None else (self.current.epoch, None))
 
 
@@ -192,7 +192,7 @@ def _reference(batch: Any) -> Callable[[], Any]:
 
 
 def resumed(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[Any]:
-    """Return the batches of the first pass after a position was loaded."""
+    """Return the batches of the first pass over a loader whose position was loaded."""
     if loaded.by_script:
         return _led_by_script(loader, loaded)
     position, skip = loaded.position, loader._skip
@@ -218,7 +218,7 @@ def resumed(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[Any]:
 
 
 def _tell_other_number(loaded: LoadedPosition, skip: int) -> None:
-    """Warn that ``skip_first_batches`` with a number other than the loaded position skips or repeats batches."""
+    """Warn that ``skip_first_batches`` skips to another batch than ``load_state``, so batches are lost or repeated."""
     done = loaded.position["batches"]
     if skip > done:
         what = f"the pass skips {_batches(done, skip)}"
@@ -246,7 +246,7 @@ def _led_by_script(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[
 
 
 def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run a pass from its start; if the loop reaches the loaded position without training, resume from there."""
+    """Run a pass from its beginning. If the loop reaches the loaded position without training, resume there."""
     use, done, begun = FirstUse(loader.gradient_state), loaded.position["batches"], one.done
     batches = loader._hand_out(one, iterator)
     try:
@@ -256,9 +256,8 @@ def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: 
                 if one.done == begun + 1 and not begun:
                     messages.info_once(
                         f"The state was saved after batch {done} of epoch {one.epoch}, but the loop restarts that "
-                        "epoch, so it trains on that epoch's first batches twice. To continue at the saved position, "
-                        "use "
-                        f"accelerator.skip_first_batches(loader, {done})."
+                        "epoch, so it trains on the epoch's first batches twice. To continue at the saved position, "
+                        f"use accelerator.skip_first_batches(loader, {done})."
                     )
                 break
             if one.done == done:
@@ -272,9 +271,9 @@ def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: 
 
 
 def _unless_dropped(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run the first pass if the saved pass was complete.
+    """Run the first pass after loading, if the saved pass was complete.
 
-    A loop that never trains in this pass has only skipped the saved pass, which is then finished.
+    If the loop never trains in this pass, the loop has only skipped the saved pass, which then counts as finished.
     """
     use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
     try:

@@ -48,9 +48,9 @@ class DataLoaderConfiguration:
         dispatch_batches: whether process 0 reads all batches and sends them to the other processes; None means False.
         even_batches: whether all processes get the same number of batches. If False, no sample is repeated, so some
             processes may get one batch fewer.
-        use_seedable_sampler: has no effect; the order always depends only on the seed and the epoch.
+        use_seedable_sampler: has no effect, because the order always depends only on the seed and the epoch.
         data_seed: seed for shuffling; None uses torch's seed.
-        non_blocking: has no effect; copies to a GPU always use pinned memory and do not block.
+        non_blocking: has no effect, because copies to a GPU always use pinned memory and do not block.
         use_stateful_dataloader: whether to read iterable datasets with torchdata's StatefulDataLoader, which can save
             its position even with workers. Map-style datasets resume exactly without it.
     """
@@ -71,7 +71,7 @@ class PreparedLoader(DataLoader[Any]):
 
     Args:
         gradient_state: the state that records which loader is being read.
-        seed: determines the sample order together with the epoch; if None, the user's loader chooses the order.
+        seed: determines the sample order, together with the epoch; if None, the user's loader determines the order.
         device_placement: whether to move batches to the device.
         rng_types: RNG states that process 0 broadcasts to all processes when a pass begins; see
             :func:`.random_seeds.synchronize_rng_state`. The sample order (``"generator"``) is always the same on all
@@ -80,7 +80,7 @@ class PreparedLoader(DataLoader[Any]):
 
     Attributes:
         end_of_dataloader: whether the most recent batch is the last one of its pass.
-        derived: describes, for messages, what :meth:`load_state_dict` had to compute instead of restoring.
+        derived: text for messages that says what :meth:`load_state_dict` had to compute instead of restoring.
     """
 
     _is_accelerate_prepared = True
@@ -140,8 +140,8 @@ class PreparedLoader(DataLoader[Any]):
         if len(known) < len(found) or len(set(known)) == 1:
             return INF
         messages.warn(
-            f"The number of batches differs between processes ({', '.join(map(str, known))}). Each process uses "
-            f"{min(known)} per epoch and skips the rest. Give every process the same number of batches, or let "
+            f"The number of batches differs between processes ({', '.join(map(str, known))}). Each process uses only "
+            f"{min(known)} batches per epoch and skips the rest. Give every process the same number of batches, or let "
             "prepare() shard the data."
         )
         return min(known)
@@ -224,7 +224,7 @@ class PreparedLoader(DataLoader[Any]):
         return one, iterator
 
     def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
-        """Yield the batches of a pass, timed for the observers."""
+        """Yield the batches of a pass, and tell the observers how long reading each batch takes."""
         found = partial(self._yield_batches, one)
         for observer in self.gradient_state.observers:
             found = partial(observer.one_pass, self, found)
@@ -243,7 +243,8 @@ class PreparedLoader(DataLoader[Any]):
             if batches.left_over:
                 messages.info_anywhere(
                     f"Rank {self.strategy.global_rank} still had batches when another rank's loader ended after {done} "
-                    f"batches of epoch {one.epoch}. This rank skips its remaining batches, so that no rank waits."
+                    f"batches of epoch {one.epoch}. This rank skips its remaining batches, so that no rank waits for "
+                    "another."
                 )
         except (RuntimeError, EOFError, OSError) as error:
             better = explain_lost_worker(error, f"batch {done} of pass {one.epoch} over the data")
@@ -298,14 +299,14 @@ class PreparedLoader(DataLoader[Any]):
         return mixed(self.seed, epoch, self.strategy.data_rank)
 
     def _looks_ahead(self) -> bool:
-        """Return True to fetch one batch ahead, either to overlap copies with computation or to find the last batch."""
+        """Return True if one batch is fetched ahead, to overlap copies with computation or to detect the last batch."""
         if kind_of(self.strategy.device).overlaps_copies() or isinstance(self._source, Dispatched):
             return True
         owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
         return not takes_indices(self._source) or not owners <= {"torch", "builtins"}
 
     def _keeps_step(self) -> Callable[[bool], bool] | None:
-        """Return a function that checks before each batch that all processes have one; None if no check is needed."""
+        """Return a function that checks before each batch that every process has one, or None if no check is needed."""
         strategy, source = self.strategy, self._source
         if (
             strategy.world_size == 1
@@ -430,7 +431,7 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume at a position from :meth:`state_dict`: the next pass is the rest of the saved one.
+        """Resume at a position from :meth:`state_dict`, so that the next pass is the rest of the saved pass.
 
         If nothing is left of the saved pass, the next pass is the following epoch. If the number of processes or the
         batch size has changed, the loader resumes at the same sample.
@@ -442,7 +443,7 @@ class PreparedLoader(DataLoader[Any]):
             saved, now = state_dict["ranks"], self.strategy.num_data_ranks
         if saved != now and done:
             done, left = divmod(done * saved, now)
-            again = "; samples that do not fill a batch are read again" if left else ""
+            again = "; samples that do not fill a complete batch are read again" if left else ""
             own["derived"] = (
                 f"the position, batch {done} of the epoch (batch {state_dict['batches']} in the saved run){again}"
             )
@@ -460,7 +461,7 @@ class PreparedLoader(DataLoader[Any]):
         place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:
-        """Return True if this rank saved the state, in a run with the same number of ranks."""
+        """Return True if the state was saved by this rank, in a run with the current number of ranks."""
         return (state["rank"], state["ranks"]) == (self.strategy.data_rank, self.strategy.num_data_ranks)
 
     def _continue(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
@@ -498,8 +499,8 @@ def prepare_data_loader(
 ) -> PreparedLoader:
     """Return a loader that yields this process's shard of the data on its device. Every process must call this.
 
-    A loader that is already prepared for this strategy is returned unchanged; one prepared for another strategy is
-    prepared again.
+    A loader that is already prepared for this strategy is returned unchanged. A loader that was prepared for another
+    strategy is prepared again.
 
     Args:
         loader: the user's loader.
@@ -529,7 +530,7 @@ def prepare_data_loader(
 
 
 def refuse_slice_fn(where: str, loader: PreparedLoader, **given: Any) -> None:
-    """Raise an error if a function to slice batches was passed for a loader that only process 0 reads.
+    """Raise an error if a batch-slicing function was passed for a loader that only process 0 reads.
 
     Raises:
         NotImplementedError: only process 0 reads the loader.
@@ -546,8 +547,8 @@ def refuse_slice_fn(where: str, loader: PreparedLoader, **given: Any) -> None:
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a loader that skips the first ``num_batches`` batches of each pass.
 
-    The returned loader shares its epoch count with ``dataloader``: after one pass over it, ``dataloader`` continues
-    with the next epoch. Batches that ``load_state`` has already skipped are not skipped again.
+    The returned loader shares its epoch count with ``dataloader``, so after one pass over the returned loader,
+    ``dataloader`` continues with the next epoch. Batches that ``load_state`` has already skipped are not skipped again.
 
     Raises:
         ValueError: ``num_batches`` is negative.
@@ -568,9 +569,9 @@ def _part(loader: Any, strategy: Strategy, config: DataLoaderConfiguration, even
         return loader
     if is_split(loader):
         messages.info_once(
-            f"The loader of {type(loader.dataset).__name__} is already split by rank (it has a DistributedSampler, or "
-            "a dataset that knows its rank), so prepare() leaves it unchanged. To let prepare() split it, remove the "
-            "sampler and use shuffle=True."
+            f"The loader for {type(loader.dataset).__name__} is already split by rank (it has a DistributedSampler, or "
+            "a dataset that splits itself), so prepare() leaves it unchanged. To let prepare() split the data, remove "
+            "the sampler and use shuffle=True."
         )
         return loader
     size = _batch_size(loader)

@@ -36,7 +36,7 @@ class LocalSGD:
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
         local_sgd_steps: number of updates between parameter averages.
-        enabled: if False, train as usual.
+        enabled: if False, synchronize gradients in every step as usual.
 
     Raises:
         ValueError: the model is not prepared, or ``local_sgd_steps`` is less than 1.
@@ -74,7 +74,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count an update; call this after ``optimizer.step()``. Calls within an incomplete window are ignored."""
+        """Count an update; call this after ``optimizer.step()``. Does nothing in an incomplete accumulation window."""
         if not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

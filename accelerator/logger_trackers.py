@@ -1,4 +1,4 @@
-"""Trackers that ``log_with`` selects by name. They wrap Paceline's loggers and take Accelerate's arguments."""
+"""Trackers that ``log_with`` selects by name. They wrap Paceline's loggers and accept Accelerate's arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TensorBoardTracker(LoggerTracker):
 
 
 class OpenedTracker(LoggerTracker):
-    """A tracker whose run is opened by ``init_trackers``, so that the package's own functions can be used."""
+    """A tracker whose run is opened by ``init_trackers``, so that the tracking package's own functions can be used."""
 
     @on_main_process
     def start(self) -> None:
@@ -92,7 +92,7 @@ class WandBTracker(OpenedTracker):
 class MLflowTracker(OpenedTracker):
     """``"mlflow"``: :class:`~paceline.loggers.MLFlowLogger`; ``project_name`` is the name of the MLflow experiment.
 
-    The run is also MLflow's active run, so that MLflow's own functions, such as ``mlflow.log_text``, add to it.
+    The run is also MLflow's active run, so that MLflow's own functions, such as ``mlflow.log_text``, write to it.
 
     Args:
         experiment_name: the experiment; ``MLFLOW_EXPERIMENT_NAME`` has priority.
@@ -224,7 +224,7 @@ class TrackioTracker(OpenedTracker):
 
 
 class ClearMLTracker(OpenedTracker):
-    """``"clearml"``: :class:`~paceline.loggers.ClearMLLogger`; ``project_name`` is the project's and the task's name.
+    """``"clearml"``: :class:`~paceline.loggers.ClearMLLogger`; ``project_name`` names both the project and the task.
 
     The environment variables ``CLEARML_PROJECT`` and ``CLEARML_TASK`` have priority.
     """
@@ -243,7 +243,7 @@ class ClearMLTracker(OpenedTracker):
 class DVCLiveTracker(LoggerTracker):
     """``"dvclive"``: :class:`~paceline.loggers.DVCLiveLogger`; ``project_name`` is not used.
 
-    Nothing in the folder changes before the first value is logged, because a new run deletes an earlier run's files.
+    No file changes before the first value is logged, because opening a new run deletes the files of an earlier run.
 
     Args:
         run_name: accepted and ignored.

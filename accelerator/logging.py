@@ -27,7 +27,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     Each method accepts two more arguments:
 
     * ``main_process_only=False``: every process logs the line, prefixed with its rank;
-    * ``in_order=True``: the same, but one process at a time. Every process must make the call.
+    * ``in_order=True``: every process logs the line, one process at a time. Every process must make the call.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Prepared models: the user's own modules, with a forward that runs through the strategy."""
+"""Prepared models, which are the user's own modules with a forward method that runs through the strategy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class PreparedModel:
     """A prepared model and its strategy.
 
     Args:
-        compiler: returns the function that compiles a module's forward pass; None if it is not compiled.
+        compiler: function that takes a module and returns the function that compiles its forward, or None for no
+            compiling.
         explain: explains errors in the forward pass.
 
     Attributes:
-        strategy: the strategy that handles only this model's states, gradients and steps.
+        strategy: this model's own strategy, which handles its states, gradients and steps.
         parameters: the module's parameters by name.
         frozen: whether the model was prepared for evaluation only.
         bound: whether the forward runs through the strategy and the strategy knows all of the model's optimizers.
@@ -80,14 +81,14 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter of the module, or the one that replaced it in setup; None for any other tensor."""
+        """Return a parameter of the module, or the parameter that replaced it in setup; None for any other tensor."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
         return self.parameters[name] if reference is not None and reference() is parameter else None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Update an optimizer's references to the module's parameters; return True if it has any."""
+        """Update an optimizer's references to the module's parameters; return True if the optimizer has any."""
         found = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -98,7 +99,7 @@ class PreparedModel:
         return found
 
     def bind(self, observers: Sequence[OwnLoop] = ()) -> None:
-        """Route the module's forward through the wrapper, precision and compiler; ``observers`` time it."""
+        """Route the module's forward through the wrapper, precision and compiler, timed by ``observers``."""
         module, strategy = self.module, self.strategy
         if self._own is None:
             self._own = module.forward
@@ -134,7 +135,7 @@ class PreparedModel:
             self._routed = self.module.forward = Routed(self.module, train, evaluate, partial(self._explain, self))
 
     def route_method(self, name: str) -> Callable[..., Any]:
-        """Return a function that calls the named method like the module's forward, in the wrapper and precision.
+        """Return a function that calls the named method through the wrapper and precision, like the module's forward.
 
         For example, if ``module.training_step`` computes the loss, the gradients are averaged across processes.
         """
@@ -175,14 +176,14 @@ class PreparedModel:
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step, but first load any weights that were not yet loaded when the model was prepared."""
+        """Run ``step``, but first load any weights that were not yet loaded when the model was prepared."""
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)
 
 
 def explain_alone(model: PreparedModel, error: BaseException) -> BaseException | None:
-    """Explain a model's error without its Accelerator; return None if there is nothing to add."""
+    """Return an error that says what to do, without using the model's Accelerator; None if there is nothing to add."""
     return explain_lost_worker(error, "") or model.strategy.explain(error)
 
 
@@ -198,7 +199,7 @@ def refuse_processes(strategy: Strategy, what: str) -> None:
 
 
 class Routed:
-    """The forward of a prepared module. Copies of the module get the plain forward, because they are not prepared."""
+    """The forward of a prepared module. Copies of the module, which are not prepared, get the original forward."""
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class AnyMethod:
 
     Attributes:
         forward: the module's own forward, compiled if the Accelerator compiles models.
-        method: the method that the next call runs; if None, ``forward``.
+        method: the method that the next call runs; None means ``forward``.
     """
 
     forward: Callable[..., Any]

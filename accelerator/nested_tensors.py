@@ -89,8 +89,8 @@ def leaves(data: Any) -> list[Tensor]:
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """Move tensors, and objects with a ``to`` method, to a device, except those under ``skip_keys`` in mappings.
 
-    With ``non_blocking``, tensors in pinned memory may still be read after this function has returned, so do not change
-    them yet. You may change all other tensors immediately.
+    With ``non_blocking``, tensors in pinned memory may still be being copied after this function has returned, so do
+    not change these tensors until the copies are complete.
     """
     place = torch.device(device)
     kind = kind_of(place)
@@ -217,7 +217,7 @@ convert_outputs_to_fp32 = ConvertOutputsToFp32
 
 
 def rows_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the rows of its tensors, else the length of its first list, else 0."""
+    """Return a batch's number of samples, taken from its tensors, or else from its first list; 0 if it has neither."""
     found = batch_size_of(batch)
     while found is None and isinstance(batch, Mapping):
         batch = next(iter(batch.values()), None)

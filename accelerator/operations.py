@@ -73,7 +73,7 @@ def _joined_ragged(own: list[Tensor], found: list[Any], strategy: Strategy, grou
 
 
 def _with_leaves(data: Any, tensors: list[Tensor]) -> Any:
-    """Return a structure like ``data`` with its tensors replaced."""
+    """Return a structure like ``data`` in which ``tensors`` replace the original tensors."""
     following = iter(tensors)
     return recursively_apply(lambda _: next(following), data)
 
@@ -85,8 +85,8 @@ def gather_for_metrics(
 
     Rows are removed from tensors (and lists of objects) that have one row per sample. Tensors of shape () are left out
     if they come from a process that has only repeated samples. All other values are gathered in full, with a warning if
-    the pass ended with repeated samples. With ``in_parts``, each process has the result for
-    one part of each sequence, and all parts are gathered.
+    the pass ended with repeated samples. With ``in_parts``, each process has the result for one part of each sequence,
+    and the results for all parts are gathered.
     """
     group = strategy.parts_group if in_parts else strategy.data_group
     if strategy.world_size == 1:
@@ -107,7 +107,7 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy: Strategy) -> Any:
-    """Keep the first ``counting`` of ``own`` rows, because the rest repeat another process's samples."""
+    """Keep the first ``counting`` of ``own`` rows, because the other rows repeat another process's samples."""
     whole: list[str] = []
 
     def cut(value: Any) -> Any:
@@ -171,7 +171,7 @@ def broadcast_object_list(object_list: list[Any], strategy: Strategy, from_proce
 def pad_across_processes(
     data: Any, strategy: Strategy, dim: int = 0, pad_index: Any = 0, pad_first: bool = False
 ) -> Any:
-    """Pad every tensor along ``dim`` to its largest size on any process. Nested tensors are returned unchanged.
+    """Pad every tensor along ``dim`` to its largest size across processes. Nested tensors are returned unchanged.
 
     Raises:
         DistributedOperationException: the number of tensors or dimensions differs; raised on every process.
@@ -179,8 +179,8 @@ def pad_across_processes(
     tensors = leaves(data)
     if any(tensor.is_nested for tensor in tensors):
         messages.warn(
-            "pad_across_processes cannot pad a nested tensor, so it is returned unchanged. Pass "
-            "tensor.to_padded_tensor(0) to pad it.",
+            "pad_across_processes cannot pad a nested tensor, so the tensor is returned unchanged. To pad it, pass "
+            "tensor.to_padded_tensor(0).",
             CannotPadNestedTensorWarning,
         )
     sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in tensors]
@@ -253,7 +253,7 @@ def _said(operation: str, found: list[Any], but: str = "") -> str:
 
 
 def split_between_processes(inputs: Any, strategy: Strategy, apply_padding: bool = False) -> Any:
-    """Return this process's contiguous part of ``inputs``. The parts of the first ranks may be larger by 1.
+    """Return this process's contiguous part of ``inputs``. The first parts may have one more entry than the others.
 
     Raises:
         TypeError: the inputs cannot be split.
@@ -282,8 +282,8 @@ def _length(inputs: Any) -> int:
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
         raise TypeError(
-            f"split_between_processes got {messages.a(inputs)}, which cannot be split. Pass a list, a "
-            "tuple, a tensor, a datasets.Dataset or a dict of them."
+            f"split_between_processes got {messages.a(inputs)}, which cannot be split. Pass a list, a tuple, a tensor, "
+            "a datasets.Dataset, or a dict of lists, tuples or tensors."
         )
     return len(inputs)
 

@@ -32,7 +32,7 @@ class AcceleratedOptimizer(Optimizer):
     so it may be called at the beginning or the end of a micro-batch.
 
     Args:
-        strategy: runs the steps if the optimizer has no parameters of a prepared model.
+        strategy: the strategy that runs the steps if the optimizer has no parameters of a prepared model.
         placements: the prepared models whose parameters the optimizer updates.
         clip_norm: gradient norm to clip to at each step; None means no clipping.
 
@@ -131,7 +131,7 @@ class AcceleratedOptimizer(Optimizer):
         return parameters(self.optimizer)
 
     def refuse_others(self, why: str) -> None:
-        """Make it an error to step the user's optimizer directly; ``why`` explains what would go wrong."""
+        """Make stepping the user's optimizer directly raise an error; ``why`` explains what would go wrong."""
         text = (
             f"{type(self.optimizer).__name__}.step() was called on the optimizer that was passed to prepare, {why}. "
             "Step the optimizer that prepare returned: optimizer = accelerator.prepare(optimizer)."
@@ -153,7 +153,7 @@ class AcceleratedOptimizer(Optimizer):
         return (losses[0] if losses else None), not stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; does nothing while they are accumulated, or before the backward pass of a micro-batch.
+        """Clear gradients; does nothing while gradients accumulate, or before the backward pass of a micro-batch.
 
         Args:
             set_to_none: same as for torch's optimizers.
@@ -231,16 +231,16 @@ class AcceleratedOptimizer(Optimizer):
 def _refuse_scaler(accelerating: bool) -> None:
     """Raise a RuntimeError if torch's GradScaler reads a prepared optimizer's parameters.
 
-    The scaler reads nothing else from an optimizer, so only the calling file shows that the scaler is the caller.
+    Only the file that contains the calling code shows that the caller is a scaler.
 
     Args:
-        accelerating: whether gradients are accumulated or scaled; if so, a second scaler would corrupt them.
+        accelerating: whether gradients are accumulated or scaled; if so, a second scaler would corrupt the gradients.
     """
     if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(
             "The script uses its own GradScaler on a prepared optimizer. Under mixed_precision='fp16', "
-            "accelerator.backward and optimizer.step() already scale and unscale. Delete the scaler: "
-            "scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) becomes "
+            "accelerator.backward already scales the loss, and optimizer.step() unscales the gradients. Delete the "
+            "scaler: scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) becomes "
             "optimizer.step(), and scaler.unscale_ and scaler.update are not needed."
         )
 

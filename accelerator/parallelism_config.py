@@ -40,7 +40,7 @@ class TorchContextParallelConfig:
 
     Args:
         cp_comm_strategy: how attention gets the keys and values of other processes. ``"allgather"`` (the default)
-            gathers all of them in one step; ``"alltoall"`` does the same.
+            gathers all keys and values in one step; ``"alltoall"`` does the same.
     """
 
     cp_comm_strategy: Literal["allgather", "alltoall"] | str | None = None
@@ -57,7 +57,7 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Settings for DeepSpeed's Ulysses, which have no effect, because ``sp_size`` works without DeepSpeed."""
+    """Settings for DeepSpeed's Ulysses. They have no effect, because ``sp_size`` works without DeepSpeed."""
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
@@ -85,13 +85,13 @@ class ParallelismConfig:
         dp_shard_size: number of processes across which each parameter is sharded.
         tp_size: number of processes across which each layer is split.
         tp_handler: settings for tensor parallelism.
-        cp_size: number of processes across which each sequence is split inside
-            ``accelerator.maybe_context_parallel``. Parameters are sharded across them too.
+        cp_size: number of processes across which each sequence is split inside ``accelerator.maybe_context_parallel``.
+            Parameters are sharded across these processes too.
         cp_handler: settings for context parallelism.
         sp_size: number of processes across which each sequence is split by the loaders that are prepared together with
-            a model. Their batches are dicts with ``input_ids`` and ``position_ids``; ``shift_labels`` replaces
-            ``labels``. Parameters are sharded across them too.
-        cp_backend, sp_backend: each accepts only one value.
+            a model. Batches are dicts with ``input_ids`` and ``position_ids``; ``shift_labels`` replaces ``labels``.
+            Parameters are sharded across these processes too.
+        cp_backend, sp_backend: accept only their default values.
         sp_handler: has no effect.
     """
 
@@ -231,8 +231,8 @@ class ParallelismConfig:
         """Return the arguments for ModelParallelStrategy."""
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             raise NotImplementedError(
-                "TorchTensorParallelConfig: enable_async_tp=True is not supported. Leave it out. Layers are still "
-                "split the same way, but communication does not overlap with matrix multiplications."
+                "TorchTensorParallelConfig: enable_async_tp=True is not supported. Leave it out. Layers are split the "
+                "same way, but communication does not overlap with matrix multiplications."
             )
         for dim, handler in (("cp", self.cp_handler), ("tp", self.tp_handler)):
             if self.size(dim) == 1:
@@ -244,7 +244,7 @@ class ParallelismConfig:
             found["context_parallel_dims"] = {}  # the loop splits sequences with maybe_context_parallel
             if self.cp_handler is not None and self.cp_handler.cp_comm_strategy == "alltoall":
                 messages.info_once(
-                    "TorchContextParallelConfig(cp_comm_strategy='alltoall') does the same as 'allgather': attention "
+                    "TorchContextParallelConfig(cp_comm_strategy='alltoall') is treated as 'allgather', so attention "
                     "gathers the keys and values of all processes in one step. The results are the same."
                 )
         if self.tp_enabled and self.tp_handler is not None:
@@ -253,12 +253,12 @@ class ParallelismConfig:
 
     @property
     def written(self) -> str:
-        """The sizes above 1 as code, for error messages."""
+        """The sizes greater than 1, written as code, for error messages."""
         return f"ParallelismConfig({', '.join(f'{dim}_size={self.size(dim)}' for dim in self.active_mesh_dims)})"
 
 
 def check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor]) -> None:
-    """Raise a ValueError if these are not valid arguments for ``maybe_context_parallel``."""
+    """Raise a ValueError if these arguments of ``maybe_context_parallel`` are not valid."""
     known = {id(buffer) for buffer in buffers}
     if len(buffers) != len(dims):
         problem = (
@@ -271,8 +271,8 @@ def check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Co
         problem = "a tensor in no_restore_buffers that is not in buffers. Pass a subset of buffers."
     elif trained := [index for index, buffer in enumerate(buffers) if buffer.requires_grad]:
         problem = (
-            f"buffers[{trained[0]}], which requires gradients. Pass only data, such as tokens and positions; tensors "
-            "that are computed inside the context are split already."
+            f"buffers[{trained[0]}], which requires gradients. Pass only data, such as tokens and positions, because "
+            "tensors that are computed inside the context are already split."
         )
     else:
         return

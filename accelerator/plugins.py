@@ -38,8 +38,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches per update; if None, taken from the settings, or else 1.
-        adjust_scheduler: has no effect; a prepared scheduler always advances once per update, so its length must be
-            counted in updates.
+        adjust_scheduler: has no effect, because a prepared scheduler always advances once per update. Count the
+            scheduler's length in updates.
         sync_with_dataloader: whether the last batch of a loader completes a window.
         sync_each_batch: whether to synchronize gradients after every micro-batch, which saves memory under FSDP but
             needs more communication.
@@ -72,10 +72,10 @@ class ProjectConfiguration:
 
     Args:
         project_dir: the project folder.
-        logging_dir: the folder for trackers; if None, ``project_dir``.
+        logging_dir: the folder for trackers; None means ``project_dir``.
         automatic_checkpoint_naming: if True, ``save_state()`` without a folder writes ``checkpoints/checkpoint_0``,
             ``_1``, ...
-        total_limit: number of these checkpoints to keep; None keeps all.
+        total_limit: maximum number of checkpoints to keep; None keeps all.
         iteration: number of the next checkpoint.
         save_on_each_node: whether to write on every node, for nodes that do not share a disk.
     """
@@ -114,7 +114,7 @@ class TorchDynamoPlugin(KwargsHandler):
         fullgraph: whether to raise an error if a model cannot be compiled as a single graph.
         dynamic: whether to compile for dynamic shapes; None lets torch decide.
         options: backend options; cannot be combined with ``mode``.
-        disable: whether to turn compilation off for debugging.
+        disable: whether to turn off compilation, for debugging.
         use_regional_compilation: whether to compile repeated blocks separately, which shortens compilation.
     """
 
@@ -183,7 +183,7 @@ class TorchDynamoPlugin(KwargsHandler):
             return None
         messages.info_once(
             f"use_regional_compilation found no list of blocks of the same class in {type(module).__name__}, so the "
-            "entire module is compiled at once."
+            "entire module is compiled as one unit."
         )
         return compiler
 
@@ -262,7 +262,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             self.mixed_precision_policy = mixed_precision
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set ``state_dict_type``; an Accelerator that already exists keeps the format of its checkpoints.
+        """Set ``state_dict_type`` for Accelerators that are created later; existing ones keep their checkpoint format.
 
         Raises:
             ValueError: the type is unknown.
@@ -294,7 +294,7 @@ def choose_accumulation(
     settings: Mapping[str, Any] | None,
     deepspeed: DeepSpeedPlugin | None = None,
 ) -> dict[str, Any]:
-    """Return arguments for ``GradientState`` from the plugin, else the settings, else DeepSpeed's configuration."""
+    """Return arguments for ``GradientState`` from the plugin, or else the settings or DeepSpeed's configuration."""
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
             f"Accelerator: gradient_accumulation_plugin={plugin!r} is {messages.a(plugin)}. Pass a "

@@ -49,10 +49,11 @@ class Prepared:
     """The models, optimizers, schedulers and loaders of one Accelerator.
 
     Attributes:
-        strategy: the Accelerator's strategy; each model gets its own copy.
+        strategy: the Accelerator's strategy; each model gets its own copy of the strategy.
         gradient_state: tells optimizers and schedulers when to step.
         shards: whether the strategy replaces parameters with shards.
-        compiler: returns the function that compiles a module's forward pass; None if it is not compiled.
+        compiler: function that takes a module and returns the function that compiles its forward, or None for no
+            compiling.
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
@@ -105,7 +106,7 @@ class Prepared:
             optimizer.explain = partial(self.errors.explain, optimizer.placement)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state, including models, gradients that are waiting for a step, and loader positions."""
+        """Return the state, including models, gradients waiting for an optimizer step, and loader positions."""
         return vars(self) | {
             "errors": None,
             "placements": list(self.placements.values()),
@@ -147,7 +148,8 @@ class Prepared:
     def clear(self) -> None:
         """Drop all objects, and restore the original forward of each model that was not prepared for evaluation only.
 
-        The other models stay usable, because some trainers free memory before they train, and evaluate with them later.
+        Models prepared for evaluation stay usable, because some trainers free memory before training and evaluate
+        later.
         """
         for placement in self.trained:
             restore(placement.module)
@@ -156,7 +158,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, broadcast rank 0's buffers, which checkpoints contain, for models in eval mode."""
+        """When a pass begins, broadcast rank 0's buffers (those that checkpoints contain) for models in eval mode."""
         for model in self.trained:
             model.strategy.find_latecomers(model.module)
             if not model.module.training:
@@ -232,15 +234,15 @@ class Prepared:
         return prepared
 
     def _refuse_shared(self, model: nn.Module) -> None:
-        """Raise an error if a model shares parameters with a sharded model, because sharding has replaced them."""
+        """Raise an error if a model shares parameters with a model whose parameters sharding has replaced."""
         for other in self.placements.values():
             shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
             if shared:
                 raise ValueError(
                     f"accelerator.prepare got {messages.a(model)} that shares {shared[0]} with the prepared "
                     f"{type(other.module).__name__}. {type(other.strategy).__name__} shards each model separately, so "
-                    "the two models would train separate copies. Put both models in one nn.Module and prepare that "
-                    "module, or use strategy='ddp'."
+                    "the two models would train separate copies of it. Put both models in one nn.Module and prepare "
+                    "that module, or use strategy='ddp'."
                 )
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -328,7 +330,7 @@ class Prepared:
         """Context manager inside which processes may have different numbers of batches, on any device.
 
         A process that runs out of batches keeps taking part in gradient synchronization until all processes are done.
-        Then every process gets the model of the process that trained longest. Processes that have run out of batches
+        Then every process gets the model from the process that trained longest. Processes that have run out of batches
         take part only in DistributedDataParallel's own communication, so the loop must not call ``gather`` or similar
         methods, or ``backward(num_items=...)``.
 
@@ -391,7 +393,7 @@ def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], 
         raise ValueError(
             f"{type(optimizer).__name__} has parameters of {len(owners)} prepared models ({names}), and "
             f"{type(strategy).__name__} steps each model separately. Create one optimizer per model, or put the models "
-            "in one module."
+            "in a single module."
         )
 
 

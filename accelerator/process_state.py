@@ -1,6 +1,6 @@
 """``PartialState`` (device, rank and process group) and ``AcceleratorState`` (precision and plugins).
 
-All Accelerators in a process share its process group; each has its own precision, plugins and windows.
+All Accelerators in a process share one process group, but each has its own precision, plugins and windows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Process:
         state: state of the newest Accelerator.
         resets: number of times that the state has been reset.
         cpu: whether a PartialState was created with ``cpu=True``.
-        debug: value that the program assigned to ``PartialState.debug``; None if it assigned none.
+        debug: value that the program assigned to ``PartialState.debug``; None if the program did not assign a value.
     """
 
     strategy: Strategy | None = None
@@ -59,7 +59,7 @@ _process = _Process()
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Context manager that hides this process's state, so that new processes start without it."""
+    """Context manager that hides this process's state, so that processes started inside it do not inherit the state."""
     before = vars(_process).copy()
     _process.forget()
     try:
@@ -69,7 +69,7 @@ def forgotten() -> Iterator[None]:
 
 
 class _Shared(Mapping[str, Any]):
-    """Mapping for programs that check whether a state already exists; empty until one does."""
+    """Mapping for programs that check whether a state already exists; empty as long as no state exists."""
 
     def __init__(self, attribute: str) -> None:
         self._attribute = attribute
@@ -120,12 +120,12 @@ class PartialState(Processes):
         self._resets = _process.resets
 
     def __reduce__(self) -> Any:
-        """Pickle so that a copy describes the process that unpickles it."""
+        """Pickle this state so that a copy describes the process that unpickles it."""
         return _place_here, (self.device.type == "cpu",)
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """Return the state of a strategy that is already set up. The first such strategy becomes the process's own."""
+        """Return the state of a strategy that is already set up. The process keeps the first such strategy."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:
@@ -147,7 +147,7 @@ class PartialState(Processes):
         return self._own
 
     def __getattr__(self, name: str) -> Any:
-        """Handle a missing attribute, or a property that raised an AttributeError."""
+        """Raise an error for a missing attribute, or for a property that raised an AttributeError."""
         if "_resets" in vars(self) and not self.initialized and hasattr(type(self), name):
             raise AttributeError(_forgotten("PartialState", name))
         return object.__getattribute__(self, name)  # raises the error again
@@ -169,7 +169,7 @@ class PartialState(Processes):
 
     @property
     def debug(self) -> bool:
-        """Whether shapes are compared before each collective (PACELINE_DEBUG)."""
+        """Whether shapes are compared before each collective operation (PACELINE_DEBUG)."""
         return bool(resolve()["debug"]) if _process.debug is None else _process.debug
 
     @debug.setter
@@ -237,16 +237,20 @@ class AcceleratorState:
         if mixed_precision is not None and str(mixed_precision) != state.mixed_precision:
             raise ValueError(
                 f"AcceleratorState got mixed_precision={str(mixed_precision)!r}, but the latest Accelerator uses "
-                f"{state.mixed_precision!r}. Leave out mixed_precision, or read .state of the Accelerator you mean."
+                f"{state.mixed_precision!r}. Leave out mixed_precision, or read the state attribute of the Accelerator "
+                "that you mean."
             )
         messages.ignored(
-            "AcceleratorState", "it describes the latest Accelerator, which has its own settings", False, **given
+            "AcceleratorState",
+            "AcceleratorState() describes the latest Accelerator, which has its own settings",
+            False,
+            **given,
         )
         return state
 
     @classmethod
     def of(cls, partial: PartialState, mixed_precision: str = "no", **plugins: Any) -> AcceleratorState:
-        """Create the state of a new Accelerator, which ``AcceleratorState()`` returns from now on.
+        """Create the state of a new Accelerator; from then on, ``AcceleratorState()`` returns this state.
 
         Args:
             partial: the Accelerator's PartialState.
@@ -263,7 +267,7 @@ class AcceleratorState:
         return state
 
     def __reduce__(self) -> Any:
-        """Pickle so that a copy has the same settings but describes the process that unpickles it."""
+        """Pickle this state so that a copy has the same settings but describes the process that unpickles it."""
         return _state_here, (self._partial, {"mixed_precision": self.mixed_precision, **self.plugins})
 
     @property
@@ -305,7 +309,7 @@ class AcceleratorState:
         return (self.deepspeed_plugins or {})[name]
 
     def select_deepspeed_plugin(self, name: str = "default") -> None:
-        """Check the name; there is nothing to select, because there is at most one plugin."""
+        """Check that a plugin has this name; there is nothing to select, because there is at most one plugin."""
         self.get_deepspeed_plugin(name)
 
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,7 @@ from ..processes.cluster_environment import find_cluster
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Show ``tqdm.auto.tqdm`` on the first process of each node, or on all processes if not ``main_process_only``.
+    """Show a ``tqdm.auto.tqdm`` bar on each node's first process or, if not ``main_process_only``, on all processes.
 
     Raises:
         ModuleNotFoundError: tqdm is not installed.

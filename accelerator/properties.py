@@ -90,9 +90,9 @@ class AcceleratorProperties(Processes):
     )
     use_seedable_sampler = Shown[bool](
         "dataloader_config.use_seedable_sampler",
-        "Has no effect; the order always depends only on the seed and the epoch.",
+        "Has no effect, because the order always depends only on the seed and the epoch.",
     )
-    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Has no effect; copies to a GPU never block.")
+    non_blocking = Shown[bool]("dataloader_config.non_blocking", "Has no effect, because copies to a GPU never block.")
     use_stateful_dataloader = Shown[bool](
         "dataloader_config.use_stateful_dataloader", "Whether torchdata's StatefulDataLoader reads iterable datasets."
     )
@@ -148,7 +148,7 @@ class AcceleratorProperties(Processes):
 
     @property
     def fp8_backend(self) -> FP8BackendType | None:
-        """The package that multiplies in 8 bits (``AO``: torchao, ``TE``: TransformerEngine); None if none does."""
+        """The package used for 8-bit products (``AO``: torchao, ``TE``: TransformerEngine); None if there is none."""
         if self.mixed_precision != "fp8":
             return None
         return FP8BackendType.AO if self.strategy.precision.name == "fp8-mixed" else FP8BackendType.TE

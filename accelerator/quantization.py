@@ -39,10 +39,10 @@ class BnbQuantizationConfig:
 
     Args:
         load_in_8bit: whether to store the weights in 8 bits.
-        llm_int8_threshold: inputs above this value are multiplied in 16 bits (8-bit layers only).
+        llm_int8_threshold: 8-bit layers multiply inputs above this value in 16 bits.
         load_in_4bit: whether to store the weights in 4 bits.
         bnb_4bit_quant_type: ``"fp4"`` or ``"nf4"``.
-        bnb_4bit_use_double_quant: whether to quantize the scales of 4-bit weights too.
+        bnb_4bit_use_double_quant: whether to quantize the scales of 4-bit weights as well.
         bnb_4bit_compute_dtype: dtype in which 4-bit layers compute.
         torch_dtype: dtype of all other floating-point tensors; None means ``bnb_4bit_compute_dtype``, or float16 for 8
             bits.
@@ -51,7 +51,7 @@ class BnbQuantizationConfig:
         keep_in_fp32_modules: full or partial names of modules that stay in float32.
 
     Raises:
-        ValueError: a value is not valid, or neither or both of the two formats are chosen.
+        ValueError: a value is not valid, or not exactly one of ``load_in_8bit`` and ``load_in_4bit`` is True.
     """
 
     load_in_8bit: bool = False
@@ -114,13 +114,13 @@ def load_and_quantize_model(
     Quantized layers are frozen. To train, add adapters, such as peft's.
 
     Args:
-        model: a model with its weights, or on the meta device (``init_empty_weights``) if they are in files.
-        bnb_quantization_config: the format, and the layers to leave out.
-        weights_location: file or folder with the weights, as for ``load_checkpoint_and_dispatch``. The weights may
-            already be quantized in the same way. Needed only for a model on the meta device.
+        model: a model with its weights or, if the weights are in files, on the meta device (``init_empty_weights``).
+        bnb_quantization_config: the quantization format, and the layers that are not quantized.
+        weights_location: file or folder with the weights, as for ``load_checkpoint_and_dispatch``. These may already be
+            quantized in the chosen format. Needed only for a model on the meta device.
         device_map: devices for the parts of a model on the meta device, as for ``load_checkpoint_and_dispatch``. None
-            means the first accelerator, or else the CPU. Modules that a map offloads to the CPU or to disk are not
-            quantized.
+            means the first accelerator, or the CPU if there is none. Modules that a map offloads to the CPU or to disk
+            are not quantized.
         no_split_module_classes: as for ``load_checkpoint_and_dispatch``.
         max_memory: as for ``load_checkpoint_and_dispatch``.
         offload_folder: as for ``load_checkpoint_and_dispatch``.
@@ -129,7 +129,7 @@ def load_and_quantize_model(
     Raises:
         ModuleNotFoundError: bitsandbytes is not installed.
         RuntimeError: the model is on the meta device, but ``weights_location`` is not set or some weights are missing.
-        ValueError: the device map offloads quantized layers, or a file's weights do not fit.
+        ValueError: the device map offloads quantized layers, or weights in a file do not match the model.
     """
     config = bnb_quantization_config
     require_bitsandbytes("load_and_quantize_model")
@@ -165,7 +165,7 @@ def _left_out(model: nn.Module, config: BnbQuantizationConfig) -> list[str]:
 
 
 def _offloaded(device_map: Any) -> list[str]:
-    """Return the modules that a map offloads."""
+    """Return the modules that a device map offloads."""
     if not isinstance(device_map, Mapping):
         return []
     main = main_device_of(device_map)
@@ -178,8 +178,8 @@ def _replace(
     layers = plain_layers(model, skipped)
     if not layers:
         messages.warn(
-            f"{type(model).__name__} has no linear layer to quantize. Some models, such as GPT-2, have layers of their "
-            "own instead of nn.Linear. Check skip_modules and the model."
+            f"{type(model).__name__} has no linear layer to quantize. Some models, such as GPT-2, use other layers "
+            "instead of nn.Linear. Check skip_modules and the model."
         )
     replace_layers(model, layers, config.quantization(), device)
 
@@ -191,9 +191,9 @@ def _wanted_dtype(name: str, tensor: Tensor, config: BnbQuantizationConfig) -> t
 
 
 def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: Mapping[str, Any]) -> None:
-    """Load the weights: quantize those of quantized layers on their devices, and keep the others mapped from the file.
+    """Load the weights, and quantize those of quantized layers on the layers' devices.
 
-    :func:`dispatch_model` then moves the others.
+    All other weights stay mapped from the file until :func:`dispatch_model` moves them.
     """
     values = {name: value for file in weight_files(path) for name, value in mapped_tensors(file)}
     for name, layer in quantized_layers(model).items():
@@ -211,8 +211,8 @@ def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: M
             give(model, names[id(own)], own, value.to(_wanted_dtype(name, value, config)))
     if values:
         messages.warn(
-            f"{str(path)!r} contains tensors that {type(model).__name__} does not have ({len(values)}): "
-            f"{', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}. They are not used."
+            f"{str(path)!r} contains {len(values)} tensor{'s' * (len(values) > 1)} that {type(model).__name__} does "
+            f"not have and does not use: {', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}."
         )
 
 
@@ -242,9 +242,9 @@ def get_quantized_model_device_map(
     away = [name for name in quantized_layers(model) if is_offloaded(device_of(name, places), main)]
     if away:
         raise ValueError(
-            f"The device map offloads {len(away)} quantized layer{'s' * (len(away) > 1)} ({', '.join(away[:3])}"
-            f"{', ...' if away[3:] else ''}), which must stay on {main}. Make more memory available "
-            "there (max_memory), or pass a device_map that puts only other modules on the CPU and the disk."
+            f"The device map offloads {len(away)} quantized layer{'s' * (len(away) > 1)} "
+            f"({', '.join(away[:3])}{', ...' if away[3:] else ''}), which must stay on {main}. Raise the memory limit "
+            f"of {main} (max_memory), or pass a device_map that puts only other modules on the CPU and the disk."
         )
     return places
 
@@ -272,7 +272,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the modules of a model that are usually not quantized: its head, and modules that share weights.
 
-    Returns an empty list for a transformers model that has neither a head nor shared weights.
+    Returns an empty list if a transformers model has neither a head nor shared weights.
     """
     tied = [name for names in find_tied_parameters(model) for name in names]
     prefix = getattr(model, "base_model_prefix", None)

@@ -1,4 +1,4 @@
-"""Seeding and RNG states across processes."""
+"""Seeds random generators, and synchronizes their states across processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed Python's ``random``, NumPy and torch (on all devices).
 
     Args:
-        seed: 0 to 4294967295, the same on all processes. It also determines the order of shuffled loaders.
+        seed: 0 to 4294967295, the same on all processes. The seed also determines the order of shuffled loaders.
         device_specific: whether to add the rank to the seed, so that dropout, for example, differs between processes.
-        deterministic: whether to use only deterministic algorithms; operations that have none raise an error.
+        deterministic: whether to use only deterministic algorithms. Operations without such an algorithm raise an
+            error.
     """
     cluster = find_cluster()
     seed_everything(seed + (cluster.rank if device_specific and cluster is not None else 0), verbose=False)
@@ -39,9 +40,9 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     """Broadcast the state of rank 0's random generator to all processes. Every process must call this.
 
     Args:
-        rng_type: ``"torch"`` (the host's), ``"python"``, ``"numpy"``, ``"generator"``, or a kind of device such as
-            ``"cuda"``, which has no effect if the run uses another kind.
-        generator: the generator to synchronize, for ``"generator"``.
+        rng_type: ``"torch"`` (the CPU's), ``"python"``, ``"numpy"``, ``"generator"``, or a kind of device such as
+            ``"cuda"``. A kind of device has no effect if the run uses another kind.
+        generator: the generator to synchronize if ``rng_type`` is ``"generator"``.
     """
     share_random_state(PartialState().strategy, getattr(rng_type, "value", rng_type), generator)
 

@@ -53,7 +53,7 @@ class States:
         Args:
             output_dir: path or URL of a folder. With ``automatic_checkpoint_naming``, None means
                 ``project_dir/checkpoints/checkpoint_<n>``.
-            safe_serialization: has no effect, because reading a state never runs code.
+            safe_serialization: has no effect, because reading a saved state never runs code.
             **save_model_func_kwargs: ``only_trainable=True`` (or ``exclude_frozen_parameters=True``) omits frozen
                 parameters.
 
@@ -61,7 +61,7 @@ class States:
             Path or URL of the folder.
 
         Raises:
-            RuntimeError: the ranks have reached different points in the program.
+            RuntimeError: the ranks call this method at different points in the program.
             TypeError: the state of a registered object is not plain data, or an argument is unknown.
             ValueError: no folder was passed.
             OSError: writing failed; raised on every rank, and the old state is unchanged.
@@ -98,7 +98,7 @@ class States:
         return str(folder)
 
     def _call_hooks(self, folder: Location, weights: Weights) -> HookFiles | None:
-        """Call the hooks, which may write files. Weights that a hook removes from the list on rank 0 are not saved."""
+        """Call the hooks, which may write files. Weights that a hook removes on rank 0 are not saved."""
         hooks = list(self.before_save.values())
         if not hooks:
             return None
@@ -142,13 +142,14 @@ class States:
     ) -> None:
         """Resume from a state that :meth:`save` wrote. Every rank must call this, after ``prepare``.
 
-        The next pass over a prepared loader begins at its saved position. With a different number of ranks, it begins
-        after the same number of samples, and a message lists everything else that was derived instead of restored.
+        The next pass over a prepared loader begins at the saved position. If the number of ranks has changed since
+        saving, the pass begins after the same number of samples, and a message lists everything else that was derived
+        instead of restored.
 
         Args:
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
-            load_kwargs: accepts ``weights_only=True``, which is always in effect, and ``map_location``, which has no
-                effect.
+            load_kwargs: a dict that may contain ``weights_only=True``, which is always in effect, and ``map_location``,
+                which has no effect.
             strict: if True, an object that cannot be restored raises an error, and nothing changes; if False, it causes
                 a warning.
             **load_model_func_kwargs: same as ``load_kwargs``.
@@ -156,7 +157,7 @@ class States:
         Raises:
             FileNotFoundError: the state does not exist.
             ValueError: the state is damaged, or was saved with different optimizers.
-            RuntimeError: the weights do not fit, or something cannot be restored and ``strict`` is set.
+            RuntimeError: the weights do not match the models, or ``strict`` is set and an object cannot be restored.
         """
         _check_options({**(load_kwargs or {}), **load_model_func_kwargs})
         strategy = self.contents.strategy
@@ -191,14 +192,14 @@ class States:
     # ---- registered objects and hooks -------------------------------------------------------------------------------
 
     def register(self, *objects: Any) -> None:
-        """Register objects to be saved and loaded as part of the state. Loading matches them by registration order.
+        """Register objects to be saved and loaded as part of the state. Loading matches objects by registration order.
 
         Args:
             *objects: objects with ``load_state_dict(state)`` and with ``state_dict()``, which must return plain data
                 and tensors.
 
         Raises:
-            ValueError: some objects lack these methods, so none were registered.
+            ValueError: some objects lack these methods; no object was registered.
         """
         odd = [
             f"{index}: {type(one).__name__}"

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 class AcceleratedScheduler:
     """Wraps the user's scheduler and exposes all of its attributes.
 
-    ``step()`` advances the scheduler only if its optimizers have stepped: not while gradients accumulate, and not after
-    a step that was skipped because of an overflow. A finished ``OneCycleLR`` keeps its last learning rate and warns.
+    ``step()`` advances the scheduler only if its optimizers have stepped. It does nothing while gradients accumulate,
+    or after a step that was skipped because of an overflow. A finished ``OneCycleLR`` keeps its last learning rate and
+    warns.
 
     Args:
         with_optimizer: if False, advance on every call.
-        times: steps per call: 1, or the number of processes for a schedule that counts the batches of all processes.
+        times: number of scheduler steps per call: 1, or the number of processes if the schedule counts the batches of
+            all processes.
     """
 
     _is_accelerate_prepared = True
@@ -40,7 +42,7 @@ class AcceleratedScheduler:
         self._times = times
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the scheduler, passing the arguments to its own ``step``.
+        """Advance the scheduler by calling the wrapped scheduler's ``step`` with these arguments.
 
         If there are arguments, such as a metric, the scheduler advances once per call, even after a pass that ended
         inside an accumulation window.

@@ -1,4 +1,4 @@
-"""Gathers the contents of an Accelerator's state from a loop, and restores them."""
+"""Gathers everything that an Accelerator's saved state contains, and restores it."""
 
 from __future__ import annotations
 
@@ -186,7 +186,8 @@ class Restored:
         newer: name of a later state of the same run, or None.
 
     Attributes:
-        missing: descriptions of objects that keep their current state, or that exist only in the checkpoint.
+        missing: descriptions of objects that only this run has (they keep their state), or that only the checkpoint
+            has.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class Restored:
             problem = optimizer_problem(one, state, names[index] if index < len(names) else "another optimizer")
             if problem:
                 raise ValueError(
-                    f"accelerator.load_state: the state does not fit optimizer {index} ({type(one).__name__}): "
+                    f"accelerator.load_state: the saved state does not match optimizer {index} ({type(one).__name__}): "
                     f"{problem}. Create the optimizer as it was when the state was saved, and pass the objects to "
                     "prepare in the same order."
                 )
@@ -254,7 +255,9 @@ class Restored:
         if self.strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which keeps its current value")
         if not self.ranks:
-            self.missing.append("RNG states and the position in the data, because save_state did not write the file")
+            self.missing.append(
+                "RNG states and the position in the data, because the file was not written by save_state"
+            )
 
     def _compare_custom(self, saved: list[dict[str, Any]]) -> None:
         objects = self.contents.objects
@@ -305,9 +308,8 @@ class Restored:
             load_weights(module, state, not partly, _silent(load) if partly else load, _ADVICE)
             if partly:
                 messages.info_once(
-                    f"The state contains only the trained weights and buffers of {type(module).__name__} "
-                    f"({len(state)}). The frozen weights ({len(left_out)}) keep their current values "
-                    "(only_trainable=True)."
+                    f"The state contains only the {len(state)} trained weights and buffers of {type(module).__name__}. "
+                    f"The {len(left_out)} frozen weights keep their current values (only_trainable=True)."
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}
@@ -335,7 +337,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore, now or once the script has skipped to the loaded position, micro-batches that wait for a step."""
+        """Restore incomplete accumulation windows, now or once the script has skipped to the loaded position."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
@@ -359,7 +361,7 @@ class Restored:
     # ---- randomness --------------------------------------------------------------------------------------------------
 
     def _load_random(self) -> None:
-        """Restore RNG states; must come last, because all earlier steps may draw random numbers."""
+        """Restore RNG states; call this last, because restoring other objects may draw random numbers."""
         strategy = self.strategy
         seed.warn_of_other_device(self.ranks[0].get("device"), strategy.device.type)
         if self.own is not None:
@@ -378,7 +380,7 @@ def _tell_position(index: int, loaded: LoadedPosition) -> None:
     if loaded.position["last"]:
         messages.info_once(
             f"The state was saved at the last batch of epoch {epoch}, so the next pass over loader {index} is epoch "
-            f"{epoch + 1}. Anything that the loop does between epochs, such as validation, has not been done yet."
+            f"{epoch + 1}. Anything that the loop does between epochs, such as validation, must still be carried out."
         )
     elif done:
         messages.info_once(
@@ -388,7 +390,7 @@ def _tell_position(index: int, loaded: LoadedPosition) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """Wrap a loading function and discard its result, so that weights known to be missing are not reported."""
+    """Return ``load`` without its result, so that weights that are known to be missing are not reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

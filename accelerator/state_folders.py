@@ -1,4 +1,4 @@
-"""Manages an Accelerator's state folders: names them, finds the newest, deletes old ones, and handles hook files."""
+"""Names an Accelerator's state folders, finds the newest, deletes old ones, and moves hook files into place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Folders:
     counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
-        """Return the number of the next save, higher than those of all other saves in the same parent folder."""
+        """Return the number of the next save, which is higher than that of any other save in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
             found = [known.sequence for state in states_in(folder.parent) if (known := manifest.read_or_none(state))]
@@ -90,7 +90,7 @@ class Folders:
     # ---- the newest --------------------------------------------------------------------------------------------------
 
     def to_load(self, input_dir: Any) -> Location:
-        """Return the checkpoint that ``load_state`` reads; the newest valid one if ``input_dir`` is None."""
+        """Return the checkpoint that ``load_state`` reads, which is the newest valid one if ``input_dir`` is None."""
         if input_dir is None:
             return self._newest()
         where = location(input_dir)
@@ -130,10 +130,10 @@ class Folders:
     # ---- how many are kept -------------------------------------------------------------------------------------------
 
     def delete_old(self, newest: Location) -> None:
-        """Delete this node's oldest states beyond ``total_limit``, including those of the runs that this run resumed.
+        """Delete this node's oldest states beyond ``total_limit``, including states of runs that this run resumed.
 
-        Numbered folders are deleted entirely. In other folders, only the saved files are deleted, then the folder
-        itself if it is empty.
+        Numbered folders are deleted entirely. In other folders, only the saved files are deleted, and then the folder
+        unless it contains anything else.
         """
         limit = self.project.total_limit
         if limit is None:
@@ -149,8 +149,8 @@ class Folders:
             except OSError as error:
                 tell = messages.warn if self.strategy.is_global_zero else messages.info_anywhere
                 tell(
-                    f"{newest} was saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
-                    ". Delete that folder yourself."
+                    f"{newest} was saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: "
+                    f"{error}. Delete the older folder yourself."
                 )
 
 
@@ -195,8 +195,9 @@ def _nothing_in(where: Location) -> str:
     names = {entry.name for entry in where.iterdir()}
     if names & {"random_states_0.pkl", "model.safetensors", "pytorch_model.bin"}:
         return (
-            f"{text}It seems to contain another tool's files. You can still load the weights before calling prepare, "
-            "with model.load_state_dict(safetensors.torch.load_file(...)) or torch.load(..., weights_only=True)."
+            f"{text}The folder seems to contain another tool's files. You can still load the weights before calling "
+            "prepare, with model.load_state_dict(safetensors.torch.load_file(...)) or torch.load(..., "
+            "weights_only=True)."
         )
     return f"{text}The save never finished, or another program wrote the folder. Pass a folder that save_state wrote."
 
@@ -256,7 +257,7 @@ class HookFiles:
         self.path = self._room / "new" / (folder.name or "state")
 
     def written_by(self, write: Callable[[str], None]) -> None:
-        """On every rank, run the hooks: call ``write`` with the folder for their files."""
+        """Run the hooks on every rank by calling ``write`` with the folder for the hooks' files."""
         strategy = self.strategy
         try:
             together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))
@@ -269,7 +270,7 @@ class HookFiles:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager in which the state is written; restores the old files if the write fails."""
+        """Context manager in which the state is written; if writing fails, the old hook files are restored."""
         before = files_of(self.folder / STATE) if (self.folder / STATE).exists() else {}
         moved: list[str] = []
         try:
@@ -333,7 +334,7 @@ def settle_files(state: Location, files: Files) -> list[str]:
     """On rank 0, restore a state's hook files if a later save was killed before it finished.
 
     Returns:
-        The files that differ from the saved ones and cannot be restored.
+        The hook files that no longer match the state and cannot be restored.
     """
     folder = state.parent
     wrong = [name for name, sum_ in files.items() if not _is(folder / name, sum_)]

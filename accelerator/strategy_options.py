@@ -43,7 +43,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """Return a copy with unset fields filled in, and with plugins that the settings request (``use_fsdp``, ...)."""
+        """Return a copy with unset fields filled in, and with plugins that settings such as ``use_fsdp`` request."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)
@@ -118,7 +118,7 @@ def _only(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
     if len(plugins) != 1:
         raise NotImplementedError(
             f"Accelerator(deepspeed_plugin=...) got {len(plugins)} plugins ({', '.join(map(str, plugins))}). Pass only "
-            "one, because all prepared models share its configuration."
+            "one plugin, because all prepared models share one configuration."
         )
     return next(iter(plugins.values()))
 
@@ -137,7 +137,7 @@ def _say_unused(present: int) -> None:
 
 
 def precision_of(choice: Choice, kind: str) -> Precision:
-    """Return the Precision for ``mixed_precision`` and the handlers."""
+    """Return the Precision that ``mixed_precision`` and the handlers request."""
     asked = if_set(choice.settings, "mixed_precision")
     if isinstance(asked, Precision):
         return asked

@@ -68,8 +68,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(
-            f"register_tracker_class({tracker_class.__name__}): the class needs name = '...' and "
-            "requires_logging_directory = True or False, which are read before an object is created."
+            f"register_tracker_class({tracker_class.__name__}): the class must define name = '...' and "
+            "requires_logging_directory = True or False, because both are read before the tracker is created."
         )
     if _classes.get(name, tracker_class) is not tracker_class:
         messages.warn(
@@ -114,8 +114,8 @@ def _that_work(logging_dir: Any) -> list[str]:
     homeless = [name for name in available if _classes[name].requires_logging_directory and logging_dir is None]
     if homeless:
         messages.info_once(
-            f"log_with='all' leaves out {messages.names(homeless, last='and')}: there is no directory to write to. "
-            "Set Accelerator(project_dir='...')."
+            f"log_with='all' leaves out {messages.names(homeless, last='and')}, because there is no directory to write "
+            "to. Set Accelerator(project_dir='...')."
         )
     return [name for name in available if name not in homeless]
 
@@ -154,8 +154,8 @@ def _is_tracker_class(value: Any) -> bool:
 class Trackers(list[GeneralTracker]):
     """An Accelerator's trackers; empty until ``init_trackers``.
 
-    No method communicates with other processes, so each may be called on the main process alone. Other processes have
-    the same list, but only trackers with ``main_process_only = False`` do anything there.
+    No method communicates with other processes, so each method may be called on the main process alone. Other processes
+    have the same list, but only trackers with ``main_process_only = False`` do anything there.
 
     Args:
         logging_dir: the directory from the Accelerator's ``ProjectConfiguration``.
@@ -182,10 +182,10 @@ class Trackers(list[GeneralTracker]):
         """Create and start all trackers, and log the run's settings. Trackers of an earlier run are closed.
 
         Args:
-            project_name: name of the folder in the logging directory, or of the tracking service's project.
+            project_name: name of the folder in the logging directory, or of the project at the tracking service.
             config: the run's settings.
             init_kwargs: additional arguments, keyed by tracker name.
-            logging_dir: directory to use instead of the Accelerator's original one.
+            logging_dir: directory to use instead of the Accelerator's logging directory.
         """
         if self._started:
             self.finish()
@@ -260,9 +260,9 @@ class Trackers(list[GeneralTracker]):
         return {name: state for name, one in found.items() if (state := one.logger.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any], newer: object = None) -> None:
-        """Continue the checkpoint's runs, and drop values recorded after the checkpoint: they will be recorded again.
+        """Continue the checkpoint's runs, and drop values recorded after it, because they will be recorded again.
 
-        If ``init_trackers`` has not been called yet, the states are kept until it is. A tracker that has already
+        If ``init_trackers`` has not been called yet, the states are kept until that call. A tracker that has already
         recorded something in this process is not changed.
 
         Args:
@@ -320,13 +320,17 @@ def _name(one: Any) -> str:
 
 
 def _made(one: Any, project_name: str, logging_dir: Any, init_kwargs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Create a tracker from a name, class or object, or a placeholder if this process needs no tracker."""
+    """Create a tracker from a name, class or object; if this process needs none, create a placeholder."""
     kind: Any = _classes[one] if isinstance(one, str) else one
     if getattr(kind, "main_process_only", True) and not messages.is_rank_zero():
         return _Absent(_name(one))
     if isinstance(kind, (Logger, GeneralTracker)):
         given = {_name(one): init_kwargs.get(_name(one))}
-        messages.ignored("init_kwargs", "log_with contains an existing object, which has its own arguments", **given)
+        messages.ignored(
+            "init_kwargs",
+            "log_with contains an existing tracker object, which was created with its own arguments",
+            **given,
+        )
         return LoggerTracker(kind) if isinstance(kind, Logger) else kind
     folder = [logging_dir] if kind.requires_logging_directory else []
     return kind(project_name, *folder, **init_kwargs.get(_name(one), {}))

@@ -35,7 +35,7 @@ class Windows:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with windows keyed by model index, because object IDs mean nothing in a copy."""
+        """Return the state with windows keyed by their models' indices, because object IDs mean nothing in a copy."""
         index = {id(model): number for number, model in enumerate(self.prepared.models)}
         known = self.state.windows.items()
         return vars(self) | {
@@ -113,7 +113,7 @@ class Windows:
         results of all ranks of the saved run.
 
         Returns:
-            Descriptions of the parts that were derived instead of restored.
+            Descriptions of the parts of the state that were derived instead of restored.
         """
         self.forget()
         placements = self._placements
@@ -164,7 +164,7 @@ class Windows:
         return lost
 
     def _window(self, entry: Mapping[str, Any]) -> Window | None:
-        """Return the window for the entry's models, or None if this run does not have all of them."""
+        """Return the window for the models of a saved entry, or None if this run does not have all of them."""
         models = entry["models"]
         if models is None:
             window = self.state.window
@@ -192,7 +192,7 @@ def _items(saved: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
 
 
 def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float) -> dict[int, dict[str, Any]]:
-    """Return per-rank gradients with the same mean as in the saved run (the same sum if items are counted)."""
+    """Return gradients for each rank that keep the saved run's mean (or its sum, if items are counted)."""
     by_items = {
         index
         for entry in ranks[0]["windows"]

@@ -1,8 +1,8 @@
 """Deferred weights: parameters on the meta device whose values are read only after the module has been sharded.
 
 If a strategy shards a module, ``configure_model`` runs before sharding. Loading a weight into a parameter on the meta
-device then only attaches a note with the path of the weight's file; names and shapes are checked immediately. After the
-module has been sharded, each process reads its own shards, so no process ever holds all weights.
+device only attaches a note with the path of the weight's file, although names and shapes are checked immediately. After
+the module has been sharded, each process reads its own shards, so no process ever holds all weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Note(NamedTuple):
         file: the weight file.
         name: the tensor's name in the file.
         dtype: dtype that floating-point values are first converted to when they are read; None skips this conversion.
-            In either case, they are then converted to the dtype that the parameter has at that time.
+            In either case, the values are then converted to the dtype that the parameter has at that time.
     """
 
     file: Path
@@ -44,7 +44,7 @@ class Note(NamedTuple):
 
 
 class NotedParameter(nn.Parameter):
-    """A parameter on the meta device with a note that says where its values are stored; copies keep the note."""
+    """A parameter on the meta device with a note that says where the values are stored; copies keep this note."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = super().__deepcopy__(memo)
@@ -72,7 +72,7 @@ def noting() -> Iterator[None]:
 
 
 def is_noting() -> bool:
-    """Return True if loading is being deferred until the module has been sharded."""
+    """Return True if loading is currently deferred until the module has been sharded."""
     return _noting.get()
 
 
@@ -106,7 +106,7 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
     """Yield the names, parameters and notes of a module's deferred parameters.
 
     Raises:
-        RuntimeError: a parameter was changed after it was loaded, and the change would be lost.
+        RuntimeError: a parameter was changed after loading, and the change would be lost.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         note, version = vars(parameter).get(_NOTE, (None, 0))
@@ -118,7 +118,7 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
 
 
 def _check_replaced(module: nn.Module) -> None:
-    """Raise an error if a loaded parameter was replaced with a new one on the meta device (by resizing it, say)."""
+    """Raise an error if a loaded parameter was replaced with a new one on the meta device, for example by resizing."""
     for place, part in module.named_modules():
         names = vars(part).pop(_NAMES, ())
         own = dict(part.named_parameters(remove_duplicate=False)) if names else {}
@@ -129,9 +129,10 @@ def _check_replaced(module: nn.Module) -> None:
 
 def _lost(name: str, what: str) -> str:
     return (
-        f"{name} was loaded from a file and then {what}, but it has no memory yet. Under a strategy that shards, the "
-        "file is read after configure_model, so the change would be lost. Change it before load_checkpoint_in_model, "
-        "or create the model without init_empty_weights, in which case each process temporarily holds the full model."
+        f"{name} was loaded from a file and then {what}, but it has no memory yet. Under a strategy that shards "
+        "models, the file is read after configure_model, so the change would be lost. Change the parameter before "
+        "load_checkpoint_in_model, or create the model without init_empty_weights, in which case each process "
+        "temporarily holds the full model."
     )
 
 
@@ -139,11 +140,11 @@ class Waiting:
     """Parameters whose values have not been loaded yet.
 
     Args:
-        module: the module as it was created, before it is sharded; None if no values are missing.
+        module: the module before it is sharded; None if no values are missing.
 
     Attributes:
         notes: notes for parameters whose values are in files, by parameter name.
-        unfilled: names of tensors that have memory but no values, because no method of their layer sets them. A
+        unfilled: names of tensors that have memory but no values, because no method of their layer sets the values. A
             checkpoint may still set them.
     """
 
@@ -174,7 +175,7 @@ class Waiting:
             put(module, names, made)
 
     def restored(self, names: Iterable[str]) -> None:
-        """Record that a checkpoint has set the values of the named parameters."""
+        """Record that a checkpoint has set the values of the parameters with the given names."""
         found = set(names)
         self.notes = {name: note for name, note in self.notes.items() if name not in found}
         self.unfilled = [name for name in self.unfilled if name not in found]
@@ -235,6 +236,6 @@ def _read_file(file: Path, wanted: Mapping[str, Mapping[int, tuple[Tensor, Note]
 
 def _changed(file: Path, what: str) -> ValueError:
     return ValueError(
-        f"The weights in {str(file)!r} have changed since the model was created: {what}. Do not change the file while "
+        f"The weights in {str(file)!r} have changed since the model was created: {what}. Do not change this file while "
         "a run is starting."
     )

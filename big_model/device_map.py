@@ -33,7 +33,7 @@ def main_device_of(device_map: Mapping[str, Any]) -> Any:
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a module or tensor: from its own entry or the nearest enclosing module's, else None."""
+    """Return the device of a module or tensor from its own entry or that of the nearest enclosing module, else None."""
     while True:
         if name in device_map:
             return device_map[name]
@@ -43,7 +43,7 @@ def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a map covers every tensor of a model and nothing else, and that its devices exist.
+    """Check that a device map covers every tensor of a model and nothing else, and that its devices exist.
 
     Raises:
         ValueError: a tensor is missing, or a name or a device is unknown.
@@ -55,7 +55,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def check_coverage(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a map, which may be for another machine, covers every tensor of a model and nothing else.
+    """Check that a device map, which may be for another machine, covers every tensor of a model and nothing else.
 
     Raises:
         ValueError: a tensor is missing, or a name is unknown.
@@ -66,20 +66,20 @@ def check_coverage(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     if odd:
         near = messages.did_you_mean(odd[0], [*known, *tensors])
         raise ValueError(
-            f"device_map has an entry for {odd[0]!r}, which is not in {type(model).__name__}.{near} "
-            "Remove or rename it."
+            f"device_map has an entry for {odd[0]!r}, which is not in {type(model).__name__}.{near} Remove or rename "
+            "this entry."
         )
     missing = [name for name in tensors if device_of(name, device_map) is None]
     if missing:
         raise ValueError(
             f"device_map does not cover {len(missing)} of the {len(tensors)} tensors in {type(model).__name__}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add entries for them or their modules, "
-            "or an entry '' for all others."
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add entries for these tensors or their "
+            "modules, or an entry '' for all tensors without an entry."
         )
 
 
 def torch_device(device: Any, what: str) -> torch.device:
-    """Convert a map's entry to a torch device.
+    """Convert an entry of a device map to a torch device.
 
     ``what`` is the entry's name in error messages.
 
@@ -106,10 +106,10 @@ def torch_device(device: Any, what: str) -> torch.device:
 
 
 class Refusal:
-    """Replaces ``_apply`` of a dispatched module and raises an error.
+    """Replaces ``_apply`` of a dispatched module with a method that raises an error.
 
-    Methods that move or convert a module, such as ``to`` and ``half``, call its ``_apply``, even if they are called on
-    a parent module.
+    Methods that move or convert a module, such as ``to`` and ``half``, call the module's ``_apply``, even if a parent
+    module is moved or converted.
     """
 
     def __init__(self, name: str, where: str) -> None:
@@ -118,8 +118,8 @@ class Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"This call would move or convert {self.name}, which was dispatched to {self.where}, and undo its device "
-            "map. Load the model again with a different device_map, max_memory or dtype, or first call "
+            f"This call would move or convert {self.name}, which was dispatched to {self.where}, and so undo its "
+            "device map. Load the model again with a different device_map, max_memory or dtype, or first call "
             "remove_hook_from_submodules(model) from paceline.big_model.hooks."
         )
 
@@ -130,7 +130,7 @@ def spread_in(module: nn.Module) -> nn.Module | None:
 
 
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
-    """Return the shortest equivalent map, in which a module replaces its parts if all are on the same device."""
+    """Return the shortest equivalent map, in which a module's entry replaces those of its parts if all are the same."""
     below: dict[str, set[Device]] = {}
     for name, device in device_map.items():
         for prefix in _prefixes(name):

@@ -50,17 +50,17 @@ def dispatch_model(
 
     A part in host memory or on disk is copied to the main device when it runs and freed afterward, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
-    copy. Outputs are bit-identical to running the model on one device, as long as modules only call each other. A
-    module that reads another module's weight directly gets the stored values. On the CPU, computing with stored values
-    may change the last bits of a product, unless the file is aligned to 64 bytes, as Paceline's own files are. Only one
-    thread at a time may run the model, and the files must not change while the model is in use. To train a model that
-    does not fit, use ``strategy="fsdp"``.
+    copy. Outputs are bit-identical to those of the model on one device, as long as modules only call each other. A
+    module that reads another module's weight directly gets the values as stored. On the CPU, computing directly with
+    values in a file may change the last bits of a product, unless the file is aligned to 64 bytes, as Paceline's own
+    files are. Only one thread at a time may run the model, and the files must not change while the model is in use. To
+    train a model that does not fit on one device, use ``strategy="fsdp"``.
 
     Args:
         model: a model with all its values, or on the meta device if ``state_dict`` or ``offload_index`` has the values.
         device_map: device (a number, ``"cpu"``, ``"disk"``) by module or tensor name; ``""`` means all others.
         main_device: device on which offloaded parts run; None means the first accelerator in the map, or else the CPU.
-        state_dict: values of offloaded parts, if they are not in the model.
+        state_dict: values of offloaded parts, if the model does not contain them.
         offload_dir: folder for weights with device ``"disk"`` that no safetensors file contains in the right dtype.
         offload_index: index of that folder (or of safetensors files), if it already exists.
         offload_buffers: whether to offload buffers too.
@@ -128,12 +128,12 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep an entire model in host memory until it runs; then it stays on the device until another model runs.
+    """Keep an entire model in host memory until it runs, and then on the device until another model runs.
 
     Args:
         model: the model.
         execution_device: device on which the model runs; None means the first accelerator, or else the CPU.
-        prev_module_hook: hook of the previous model in a pipeline, which is moved back when this model runs.
+        prev_module_hook: hook of the previous model in a pipeline; that model is moved back when this model runs.
 
     Returns:
         The model and its hook, which has the methods ``offload()`` and ``remove()``.
@@ -151,7 +151,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store each layer's weights in a smaller dtype than the one it computes in.
+    """Store each layer's weights in a smaller dtype than the dtype in which the layer computes.
 
     Args:
         module: the model.
@@ -185,7 +185,7 @@ def _place(
     folder: str | os.PathLike[str] | None,
     offload_buffers: bool,
 ) -> None:
-    """Move each tensor to its device, and tied tensors to their first name's device. Values in files stay in files."""
+    """Move each tensor to its device, and tied tensors to their first name's device. Values in files stay there."""
     pages, seen, index, names = Pages(), set(), {}, names_of(model)
     buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
     for name, tensor in list(named_tensors(model)):
@@ -215,9 +215,9 @@ def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, in
     if folder is None:
         why = f" (its file has {value.dtype})" if in_file else ""
         raise ValueError(
-            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
-            "offload_dir=... (offload_folder=... in load_checkpoint_and_dispatch and from_pretrained), a folder with "
-            "enough space for the weights."
+            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass a folder "
+            "with enough space for the weights as offload_dir=... (offload_folder=... in load_checkpoint_and_dispatch "
+            "and from_pretrained)."
         )
     offload_weight(value, name, folder, index, dtype)
     return load_offloaded_weight(Path(folder) / f"{name}.dat", index[name])
@@ -232,9 +232,10 @@ def check_filled(model: nn.Module) -> None:
     empty = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if empty:
         raise RuntimeError(
-            f"{type(model).__name__} has no values for {len(empty)} of its tensors: {', '.join(empty[:5])}"
-            f"{', ...' if len(empty) > 5 else ''}. Load weights that include them. Buffers that the model computes "
-            "itself need real memory (init_empty_weights(include_buffers=False))."
+            f"{type(model).__name__} has no values for {len(empty)} of its tensors: "
+            f"{', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}. Load weights that include these tensors. "
+            "Buffers that the model computes itself need real memory, so create the model with "
+            "init_empty_weights(include_buffers=False)."
         )
 
 
@@ -276,7 +277,7 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the named parts that are each fetched as a unit: :func:`smallest_parts`, split if the map splits them."""
+    """Return the parts that are each fetched as a unit, with names: :func:`smallest_parts`, as split by the map."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -312,7 +313,7 @@ def _remove_dispatch(model: nn.Module) -> None:
 
 
 def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
-    """Return the device of each module that moves its inputs, the model first; empty if everything runs on the CPU."""
+    """Return the device of each module that moves its inputs, beginning with the model; empty if all run on the CPU."""
     run = {
         name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
     }
@@ -326,7 +327,7 @@ def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.
 
 
 def _called(model: nn.Module, name: str) -> list[str]:
-    """Return the named module, or the modules called inside it if it is only a container; empty for a tensor."""
+    """Return the module ``name``, or if it is only a container, the modules called inside it; empty for a tensor."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -337,7 +338,7 @@ def _called(model: nn.Module, name: str) -> list[str]:
 
 
 def _runner(model: nn.Module, name: str) -> str:
-    """Return the named module, or the nearest enclosing one that can be called (containers and tensors cannot)."""
+    """Return the module ``name``, or if it cannot be called (a container, a tensor), the nearest callable parent."""
     while name:
         try:
             if type(model.get_submodule(name)).forward is not _NO_FORWARD:

@@ -63,7 +63,7 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
 
 
 def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return a copy of a parameter with new values; everything else stays the same."""
+    """Return a copy of a parameter with new values; all other properties stay the same."""
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
@@ -79,7 +79,7 @@ def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
 
 
 def give(model: nn.Module, names: Iterable[str], old: Tensor, values: Tensor) -> None:
-    """Set a tensor's values. A tensor on the meta device is replaced by a new object under all its names."""
+    """Set a tensor's values. A tensor on the meta device is replaced with a new object under all its names."""
     if old.is_meta:
         put(model, names, like(old, values) if isinstance(old, nn.Parameter) else values)
     else:

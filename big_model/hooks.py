@@ -1,4 +1,4 @@
-"""Hooks that run before and after a module's ``forward``, to move inputs and fetch weights.
+"""Hooks that run before and after a module's ``forward``, to move inputs and load offloaded weights.
 
 The names and attributes match those of Accelerate's hooks (``module._hf_hook``, ``module._old_forward``), because
 libraries in the transformers and diffusers ecosystem use them.
@@ -32,11 +32,11 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is attached; prepares the module and returns it."""
+        """Called when the hook is attached; prepares and returns the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before ``forward``; returns the arguments for it."""
+        """Called before ``forward``; returns the arguments for ``forward``."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -47,12 +47,12 @@ class ModelHook:
         """Called instead of :meth:`post_forward` if ``forward`` fails; not called if :meth:`pre_forward` fails."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed; cleans up and returns the module."""
+        """Called when the hook is removed; reverts its changes to the module and returns the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Runs several hooks one after another, in the given order both before and after ``forward``."""
+    """Runs several hooks in the given order, both before and after ``forward``."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -123,7 +123,7 @@ def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove a module's hook, restore the module's own ``forward``, and return the module.
 
-    With ``recurse``, the hooks of its submodules are removed too.
+    With ``recurse``, the hooks of all submodules are removed too.
     """
     hook = vars(module).pop("_hf_hook", None)
     if hook is not None:
@@ -151,13 +151,13 @@ class AlignDevicesHook(ModelHook):
     Args:
         execution_device: device on which the module runs; None means its current device.
         offload: whether to offload the module's weights, to ``weights_map`` or to host memory.
-        io_same_device: whether to move outputs back to the device of the inputs.
-        weights_map: values by name, in host memory or mapped from a file.
+        io_same_device: whether to move outputs to the device of the original inputs.
+        weights_map: values of the weights by name, in host memory or mapped from a file.
         offload_buffers: whether to offload buffers too.
         place_submodules: whether to include all submodules instead of only the module's own tensors.
         skip_keys: keyword arguments that are not moved.
-        tied_params_map: accepted and ignored, because tied parameters are a single object and move together.
-        part: the tensors that are fetched with the module, if they are already known.
+        tied_params_map: accepted and ignored, because tied parameters are a single object and so are moved together.
+        part: the tensors that are fetched together with the module, if they are already known.
         fetcher: the entire model's fetcher, which starts and stops with the module's ``forward``.
     """
 
@@ -211,7 +211,7 @@ class AlignDevicesHook(ModelHook):
         self.part = Part(list(tensors.values()), device, Fetcher())
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fetch weights and move inputs to the execution device."""
+        """Copy offloaded weights and move inputs to the execution device."""
         if self.io_same_device:
             self.input_device = _device_in((args, kwargs))
         if self.execution_device is not None and str(self.execution_device) != "cpu":
@@ -230,7 +230,7 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Free fetched weights; with ``io_same_device``, move outputs back to the device of the inputs."""
+        """Free copied weights; with ``io_same_device``, move outputs to the device of the original inputs."""
         self.failed(module)
         if self.io_same_device and self.input_device is not None:
             return move(output, self.input_device)
@@ -243,14 +243,14 @@ class AlignDevicesHook(ModelHook):
             self.fetcher.stop()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Keep the weights on the device that stores them, and make them usable there without the hook."""
+        """Leave the weights on the device that stores them, and make them usable there without the hook."""
         if self.part is not None:
             self.part.release()
         return module
 
 
 class CpuOffload(ModelHook):
-    """Keeps an entire model in host memory until it runs; then it stays on the device until another model runs.
+    """Keeps an entire model in host memory until it runs, and then on the device until another model runs.
 
     Args:
         execution_device: device on which the model runs; None means this machine's accelerator.

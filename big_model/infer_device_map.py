@@ -1,4 +1,4 @@
-"""Builds a device map from the sizes of a model's parts and the devices' limits, with a reason for each entry."""
+"""Builds a device map from the sizes of a model's parts and the memory limits of devices, with reasons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DeviceMapRow(NamedTuple):
 
     Attributes:
         module: name of a module or tensor; ``""`` means the entire model.
-        kind: the part's class.
+        kind: name of the part's class.
         device: the part's device.
         bytes: bytes that the part uses on the device; 0 for a tied tensor that is already on it.
         why: the reason for this device.
@@ -53,7 +53,7 @@ class DevicePlan:
         rows: the parts in order, before sibling modules on the same device are merged.
         limits: maximum bytes of weights on each device; infinite for the disk.
         main_device: device on which offloaded parts run.
-        reserved: bytes kept free on the main device for the part that is fetched while the previous one runs.
+        reserved: bytes kept free on the main device for the part that is fetched while the previous part runs.
         buffers: bytes on the main device for the buffers of offloaded parts.
         used: bytes used on each device.
     """
@@ -72,7 +72,7 @@ class DevicePlan:
 
     @property
     def offloaded(self) -> list[str]:
-        """Names in the map whose parts are offloaded: they run on a device other than the one that stores them."""
+        """Names of offloaded parts in the map, which are stored on another device than the one on which they run."""
         return [name for name, device in self.device_map.items() if is_offloaded(device, self.main_device)]
 
     def __str__(self) -> str:
@@ -101,9 +101,10 @@ def plan_device_map(
 ) -> DevicePlan:
     """Choose a device for each part of a model, and print the plan as a table; nothing is moved.
 
-    Devices are filled in order: accelerators, host memory, disk. A part that does not fit is split if allowed. Later
-    parts go to the same device or a later one, so that data passes through each device once. If the model does not fit
-    on the main device, enough space is kept free there to fetch the largest offloaded part.
+    Devices are filled in order: accelerators, host memory, disk. A part that does not fit is split if allowed. Each
+    part is placed on the device of the previous part or on a later device, so that data passes through each device
+    once. If the model does not fit on the main device, enough space is kept free on that device to fetch the largest
+    offloaded part.
 
     Args:
         model: the model; it may be on the meta device.
@@ -113,11 +114,11 @@ def plan_device_map(
             number, ``"cpu"`` or ``"disk"``. Devices without an entry are not used, except the disk. None means 90% of
             free memory.
         no_split_module_classes: one or more classes, or their names, whose instances are not split. None means the
-            classes that the model names (``_no_split_modules``), or else the blocks that repeat in its containers.
+            classes in the model's ``_no_split_modules``, or else the blocks that repeat in its containers.
         dtype: dtype that floating-point weights will have; None means their dtype in the model.
         special_dtypes: dtypes that individual tensors will have, by name.
-        offload_buffers: whether to offload the buffers of offloaded parts too; if not, they stay on the main device.
-        fallback_allocation: whether later parts may be placed out of order on an earlier device where they fit.
+        offload_buffers: whether to offload the buffers of offloaded parts too; if not, buffers stay on the main device.
+        fallback_allocation: whether a part may be placed out of order, on an earlier device where it fits.
         verbose: whether to print the table.
 
     Raises:
@@ -125,7 +126,7 @@ def plan_device_map(
             must run on it.
     """
     if device_map not in WORDS:
-        more = f", or a dict that maps module names to devices, such as {{'': {device_map!r}}} for all"
+        more = f", or a dict that maps module names to devices, such as {{'': {device_map!r}}} for the entire model"
         raise ValueError(messages.unknown("device_map", device_map, WORDS, more))
     limits = get_max_memory(max_memory)
     atoms = _atoms(model, no_split_module_classes)
@@ -164,7 +165,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
 
     Args:
         max_memory: limits by device; None means 90% of the free memory on each device. Sizes given as strings are
-            replaced with numbers in this dict too, because libraries compare the limits in their own dict with the
+            replaced with numbers in this dict itself, because libraries compare the limits in their dict with the
             result.
 
     Raises:
@@ -201,14 +202,14 @@ def get_balanced_memory(
     """Return limits that spread a model evenly across the accelerators.
 
     ``max_memory`` sets upper limits. With ``low_zero``, the first accelerator gets only parts that do not fit on the
-    others. The other arguments are the same as for :func:`plan_device_map`.
+    other accelerators. The other arguments are the same as for :func:`plan_device_map`.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     return _balanced(model, sizes, _atoms(model, no_split_module_classes), get_max_memory(max_memory), low_zero)
 
 
 def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the parts, with names, that are each moved as a unit: blocks, and layers and tensors outside blocks."""
+    """Return the parts that are each moved as a unit, with names: blocks, and layers and tensors outside blocks."""
     return [(item.name, item.module) for item in _smallest(_Item("", model), _atoms(model, no_split_module_classes))]
 
 
@@ -225,7 +226,7 @@ class _Item(NamedTuple):
         return sizes.within(self.module) if isinstance(self.module, nn.Module) else {id(self.module)}
 
     def parts(self, atoms: set[int]) -> list[_Item]:
-        """Return the parts that this item can be split into; empty if it must not be split."""
+        """Return the parts that this item can be split into; the result is empty if the item must not be split."""
         if not isinstance(self.module, nn.Module) or id(self.module) in atoms:
             return []
         children = [_Item(self._below(name), child) for name, child in self.module.named_children()]
@@ -274,8 +275,8 @@ class _Placer:
     def plan(self) -> DevicePlan:
         if self.main not in self.limits:
             raise ValueError(
-                f"max_memory={dict(self.limits)} leaves no device for the model to run on. Add 'cpu' or a GPU index "
-                "with a limit above 0."
+                f"max_memory={dict(self.limits)} leaves no device for the model to run on. Add an entry for 'cpu' or a "
+                "GPU index with a limit above 0."
             )
         placed, reserved = self._place(0), 0
         if any(is_offloaded(row.device, self.main) for row in placed.rows):
@@ -302,8 +303,8 @@ class _Placer:
         if size <= limit:
             raise ValueError(
                 f"max_memory={{{self.main!r}: {int(limit)}}} is too small, because the buffers of offloaded parts stay "
-                f"on that device and need {messages.size(buffers)}, plus {messages.size(size)} for fetching. Pass "
-                "offload_buffers=True, or a higher limit."
+                f"on that device and need {messages.size(buffers)}, and fetching parts needs another "
+                f"{messages.size(size)}. Pass offload_buffers=True, or a higher limit."
             )
         raise ValueError(
             f"max_memory={{{self.main!r}: {int(limit)}}} is too small by {messages.size(size - limit)}: "
@@ -316,7 +317,7 @@ class _Placer:
     def _fetch_bytes(self, item: _Item) -> int:
         """Return the bytes to reserve for fetching a part.
 
-        On an accelerator, this is twice its size, because the part that is running is still in memory.
+        On an accelerator, this is twice the part's size, because the part that is running is still in memory.
         """
         return self.sizes.sum(item.ids(self.sizes) - self.buffers) * (1 if self.main == "cpu" else 2)
 
@@ -373,7 +374,7 @@ class _Placer:
             full.append(f"{device} ({messages.size(max(0, room[device]))} left)")
         raise ValueError(
             f"{item.name!r} ({type(item.module).__name__}, {messages.size(size)}) does not fit on any device, because "
-            f"there is no room on {', '.join(full)}. Raise the limits in max_memory."
+            f"there is not enough room on {', '.join(full)}. Raise the limits in max_memory."
         )
 
 
@@ -385,7 +386,7 @@ def _smallest(item: _Item, atoms: set[int]) -> list[_Item]:
 def _balanced(
     model: nn.Module, sizes: Sizes, atoms: set[int], limits: dict[Device, float], low_zero: bool
 ) -> dict[Device, float]:
-    """Lower the limit of each accelerator, except the last one, to an even share plus one part."""
+    """Lower the limit of each accelerator except the last to an even share of the model plus one part."""
     several = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit]
     if len(several) < 2:
         return limits
@@ -400,7 +401,7 @@ def _balanced(
 
 
 def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
-    """Return the ids of modules that must not be split even though they contain modules."""
+    """Return the IDs of modules that must not be split, even though they contain other modules."""
     fixed = {id(module) for module in model.modules() if isinstance(module, _INDIVISIBLE)}
     asked = bool(no_split_module_classes)
     if no_split_module_classes is None:
@@ -449,7 +450,7 @@ def _limit(device: Any, size: float | str) -> float:
 
 
 def _runs(rows: Iterable[DeviceMapRow]) -> list[list[DeviceMapRow]]:
-    """Group consecutive rows that differ only by an index in the name."""
+    """Group consecutive rows whose names differ only by an index."""
     runs: list[list[DeviceMapRow]] = []
     for row in rows:
         before = runs[-1][-1] if runs else None

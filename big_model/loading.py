@@ -1,4 +1,4 @@
-"""Loads a model's weights from other tools' files: one file, several files with an index, or a folder of either."""
+"""Loads a model's weights from other tools' files: one file, several files with an index, or a folder with these."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load each weight directly to its device, and make the model run across the devices. Returns the same object.
+    """Load each weight directly to its device, and make the model run across these devices. Returns the same object.
 
     Args:
         model: the model, usually created inside :func:`init_empty_weights`.
@@ -60,23 +60,24 @@ def load_checkpoint_and_dispatch(
             weights on their devices and moves weights on the meta device to the CPU.
         max_memory: see :func:`plan_device_map`.
         no_split_module_classes: see :func:`plan_device_map`.
-        offload_folder: folder for weights with device ``"disk"`` that need a different dtype than in their files; other
+        offload_folder: folder for weights with device ``"disk"`` whose dtype differs from that in their files. Other
             weights are read from their files and need no folder.
         offload_buffers: whether to offload the buffers of offloaded parts too.
-        dtype: dtype for floating-point tensors; None means the model's dtype, or the file's if the model has no values.
-        offload_state_dict: has no effect, because at most one chunk is in memory in addition to the model.
+        dtype: dtype for floating-point tensors; None means the model's dtype, or the file's if the model has no values
+            yet.
+        offload_state_dict: has no effect, because at most one chunk of a file is in memory in addition to the model.
         skip_keys: keyword arguments that are not moved to a part's device.
         preload_module_classes: classes whose instances are fetched as a unit; None means the classes that are not
             split.
         force_hooks: whether to attach hooks even if everything is on one device.
-        strict: whether missing and unexpected names are an error instead of a warning.
+        strict: whether missing and unexpected names cause an error instead of a warning.
         full_state_dict: has no effect, because each process reads the files.
         broadcast_from_rank0: has no effect, because each process reads the files.
 
     Raises:
         FileNotFoundError: there are no weights, or the index lists a file that does not exist.
         ValueError: a file is damaged, a tensor has the wrong shape, or the map or a limit is invalid.
-        RuntimeError: names do not match (``strict``), or a tensor has no values.
+        RuntimeError: with ``strict``, names do not match; or a tensor has no values.
 
     Example:
         >>> with init_empty_weights():                                             # doctest: +SKIP
@@ -156,16 +157,15 @@ def load_checkpoint_in_model(
 ) -> UnmatchedNames:
     """Load a model's parameters and buffers from files, each directly to its device and dtype.
 
-    Files are mapped into memory and copied chunk by chunk, so at most one chunk is in memory in addition to the model.
-    A tensor on ``"disk"`` is not copied at all, but stays mapped from its file. Code that a file references is never
-    run.
+    Files are mapped into memory and copied chunk by chunk, so at most one chunk is in memory besides the model. A
+    tensor on ``"disk"`` is not copied at all, but stays mapped from its file. Code that a file references is never run.
 
-    If a strategy shards the model (``"fsdp"``, tensor parallel), no process holds all weights. If parameters are
+    If a strategy shards the model (``"fsdp"`` or tensor parallelism), no process holds all weights. If parameters are
     already sharded (in a prepared model, or by torch's ``fully_shard``), each process copies its own shards. In
-    ``configure_model``, and in ``accelerator.init_module()``, parameters on the meta device are deferred: each gets
-    only a note with the path of its file, which is read after the model has been sharded. Names and shapes are checked
-    immediately. If the run resumes from a checkpoint, the checkpoint takes precedence. Every process must call this
-    function.
+    ``configure_model``, and in ``accelerator.init_module()``, loading parameters on the meta device is deferred: each
+    parameter gets only a note with the path of its file, which is read after the model has been sharded. Names and
+    shapes are checked immediately. If the run resumes from a checkpoint, the checkpoint takes precedence. Every process
+    must call this function.
 
     The arguments are the same as for :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict or
     None. None leaves each tensor on its device and moves tensors on the meta device to the CPU. Floating-point tensors
@@ -240,7 +240,7 @@ class _Filler:
 
     @torch.no_grad()
     def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
-        """Load a tensor whose value is mapped from a file: shard it, defer it, leave it on disk, or copy it."""
+        """Load a tensor whose value is mapped from a file by sharding, deferring or copying it, or leave it on disk."""
         own = self.tensors[name]
         names = self._names[id(own)]
         self.filled.update(names)
@@ -284,8 +284,8 @@ class _Filler:
             return value
         if self.folder is None:
             raise ValueError(
-                f"{name!r} should be on disk as {dtype}, but its file stores {value.dtype}, and there is no folder "
-                f"for the converted values. Pass offload_folder=..., or dtype={value.dtype}."
+                f"The device map puts {name!r} on disk as {dtype}, but its file stores {value.dtype}, and there is no "
+                f"folder for the converted values. Pass offload_folder=..., or dtype={value.dtype}."
             )
         offload_weight(value, name, self.folder, self._index, dtype)
         return load_offloaded_weight(Path(self.folder) / f"{name}.dat", self._index[name])

@@ -18,7 +18,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def materialize(root: nn.Module, device: torch.device, noted: Collection[int] = ()) -> list[str]:
-    """Materialize all meta-device tensors; return the names of those left uninitialized. See :class:`Materializer`."""
+    """Materialize all meta-device tensors; return the names of tensors without values. See :class:`Materializer`."""
     materializer = Materializer(root, device, noted)
     for name, part in bottom_up(root):
         materializer.fill(name, part)
@@ -30,15 +30,15 @@ class Materializer:
 
     A module's tensors are initialized by its own ``reset_parameters``, and then by ``_init_weights(module)`` of the
     nearest enclosing module that has this method. Constructors fill their layers in the same order, children first. The
-    random numbers and the initial values are therefore the same as in a process that created the layers with memory.
-    They differ if a constructor fills (or copies) its children again and none of these methods does the same.
+    random numbers and the initial values are therefore the same as in a process that created the layers with memory,
+    unless a constructor fills (or copies) its children again and none of these methods does the same.
 
     Tensors that already have values, or are in ``noted``, do not change, and no random numbers are drawn for them.
 
     Args:
         root: the module; creating this object does not change the module.
         device: device on which to allocate memory.
-        noted: ids of parameters that stay on the meta device, because their values are read from files later.
+        noted: IDs of parameters that stay on the meta device, because their values are read from files later.
 
     Attributes:
         unfilled: names of tensors that have memory but no values; a checkpoint may still set them.
@@ -56,7 +56,7 @@ class Materializer:
         if empty:
             messages.info_once(
                 f"{type(root).__name__} has tensors that were created without values ({empty}), so their layers "
-                "initialize them. To load them from files instead, call load_checkpoint_in_model."
+                "initialize them. To load these tensors from files instead, call load_checkpoint_in_model."
             )
         self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
@@ -109,7 +109,7 @@ class Materializer:
                 held[key] = value
 
     def _take_memory(self, module: nn.Module, keys: Collection[str]) -> None:
-        """Allocate memory like ``to_empty``, but keep parameters tied and use sentinels to detect unfilled tensors."""
+        """Allocate memory like ``to_empty``, but keep parameters tied, and mark unfilled tensors with sentinels."""
         for held in (own_parameters(module), own_buffers(module)):
             for key, value in held.items():
                 if value is None or key not in keys:
@@ -135,7 +135,7 @@ def _with_sentinel(tensor: Tensor) -> Tensor:
 
 
 def has_sentinel(tensor: Tensor) -> bool:
-    """Return True if an element still has the sentinel value; bool tensors always count as unfilled."""
+    """Return True if any element still has the sentinel value; bool tensors always count as unfilled."""
     if not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():

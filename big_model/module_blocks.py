@@ -30,7 +30,7 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks by name: modules in containers, if at least two of these modules have the same class.
 
-    Modules inside a block belong to that block, even if they repeat there (such as experts).
+    Modules inside a block, such as experts, belong to that block even if they repeat there.
     """
     elements: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -43,11 +43,11 @@ def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def of_repeated_classes(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Keep only the modules whose class occurs more than once among them."""
+    """Return only those of the given modules whose class occurs more than once among them."""
     counts = Counter(type(module) for module in found.values())
     return {name: module for name, module in found.items() if counts[type(module)] > 1}
 
 
 def outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Keep only the modules that are not inside another one of the given modules."""
+    """Return only those of the given modules that are not inside another given module."""
     return {name: module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)}

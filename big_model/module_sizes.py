@@ -35,7 +35,7 @@ def size_in_bytes(size: int | str, what: str) -> int:
 
 
 class Sizes:
-    """The sizes of a model's tensors in bytes, in the dtypes that they will be loaded in.
+    """The sizes of a model's tensors in bytes, in the dtypes in which they will be loaded.
 
     ``dtype`` and ``special_dtypes`` are the same as for :func:`compute_module_sizes`.
     """
@@ -60,7 +60,7 @@ class Sizes:
         return tensor.numel() * (dtype or tensor.dtype).itemsize
 
     def within(self, module: nn.Module, recurse: bool = True) -> set[int]:
-        """Return the ids of the tensors in a module; each occurs once, even if the tensor has several names."""
+        """Return the IDs of the tensors in a module; each ID occurs once, even if the tensor has several names."""
         return {id(tensor) for _, tensor in named_tensors(module, recurse=recurse, buffers=self._buffers)}
 
     def of(self, module: nn.Module) -> int:
@@ -68,7 +68,7 @@ class Sizes:
         return self.sum(self.within(module))
 
     def sum(self, ids: set[int]) -> int:
-        """Return the total size of the tensors with these ids, in bytes."""
+        """Return the total size of the tensors with these IDs, in bytes."""
         return sum(self.bytes[one] for one in ids)
 
 
@@ -88,7 +88,7 @@ def named_tensors(
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:
-    """Return all names of each parameter and buffer, keyed by the tensor's id."""
+    """Return all names of each parameter and buffer, keyed by the tensor's ID."""
     names: dict[int, list[str]] = {}
     for name, tensor in named_tensors(module):
         names.setdefault(id(tensor), []).append(name)
@@ -113,7 +113,7 @@ def compute_module_sizes(
     """Return the size in bytes of each module (``""`` is the entire model) and each tensor of a model, by name.
 
     ``dtype`` is the dtype to assume for floating-point tensors; None means their current dtype. ``special_dtypes``
-    overrides it for individual tensors, by name. With ``buffers_only``, parameters are excluded.
+    overrides this dtype for individual tensors, by name. With ``buffers_only``, parameters are excluded.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     found: dict[str, int] = {}

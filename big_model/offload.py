@@ -29,7 +29,7 @@ def offload_weight(
 ) -> dict[str, Any]:
     """Write a tensor's bytes to a file in a folder atomically, creating the folder if it does not exist.
 
-    Returns ``index`` with a new entry for the tensor's dtype and shape.
+    Returns ``index`` with a new entry that contains the tensor's dtype and shape.
 
     Raises:
         OSError: the file could not be written.
@@ -90,8 +90,8 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     expected = torch.Size(shape).numel() * dtype.itemsize
     if path.stat().st_size != expected:
         raise ValueError(
-            f"{str(path)!r} has {path.stat().st_size} bytes, but a {dtype} tensor of shape {shape} has {expected}. "
-            "The folder was changed or belongs to another model. Offload the weights again."
+            f"{str(path)!r} has {path.stat().st_size} bytes, but a {dtype} tensor of shape {shape} has {expected}. The "
+            "folder has been changed or belongs to another model. Offload the weights again."
         )
     return map_file(path, dtype, shape)
 
@@ -111,14 +111,14 @@ class Stored(NamedTuple):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """A mapping from names to tensors, which are in a state dict or in files that are mapped on first use.
+    """A mapping from names to tensors. The tensors are in a state dict, or in files that are mapped on first use.
 
     Args:
         state_dict: tensors in memory.
         save_folder: a folder that :func:`offload_state_dict` wrote.
         index: entries of the folder's index, or ``{"safetensors_file": path, "weight_name": name}`` for a tensor in a
             safetensors file; None reads the folder's index.
-        device: accepted and ignored; tensors are on the CPU.
+        device: accepted and ignored, because tensors are on the CPU.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     def _map(self, file: Path, name: str) -> Tensor:
         """Return a tensor from a file, which is mapped once for all its tensors.
 
-        If the same tensor is requested twice, the file is mapped again, so that changing one of them does not change
-        the other.
+        If the same tensor is requested twice, the file is mapped again, so that changing one of the results does not
+        change the other.
         """
         if name not in self._unread.get(file, ()):
             self._unread[file] = dict(tensors_of_safetensors(file))
@@ -166,7 +166,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             near = messages.did_you_mean(name, self._unread[file])
             raise ValueError(
                 f"The index of offloaded weights expects {name!r} in {str(file)!r}, which does not contain it.{near} "
-                "The file was changed or belongs to another model. Create the index again."
+                "The file has been changed or belongs to another model. Create the index again."
             )
         return self._unread[file].pop(name)
 
@@ -178,7 +178,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """A view of the tensors in a mapping whose names begin with a prefix; the prefix is removed from the names."""
+    """A view of those tensors in a mapping whose names begin with a prefix, which is removed from the names."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset

@@ -25,11 +25,11 @@ class _Fetched(NamedTuple):
 
 
 class _OffloadedTensor:
-    """An offloaded tensor that is fetched to its device when it is needed.
+    """An offloaded tensor that is copied to its device when needed.
 
-    A tensor that is mapped from a file, and that the CPU can compute with, is used in place: ``fetch`` reads its pages,
-    and ``leave`` frees them. Any other tensor is copied. Between uses, the tensor's ``data`` is on disk or in host
-    memory.
+    A tensor that is mapped from a file and that the CPU can compute with is used in place, so ``fetch`` only reads its
+    pages, and ``leave`` frees them. Any other tensor is copied. Between uses, the tensor's ``data`` is on disk or in
+    host memory.
     """
 
     __slots__ = ("_fetched", "_pages", "copied", "device", "home", "mapped", "tensor")
@@ -61,7 +61,7 @@ class _OffloadedTensor:
         return _Fetched(made, version)
 
     def enter(self, fetched: _Fetched) -> None:
-        """Point the tensor at the fetched values. If it was changed after the fetch, fetch it again first."""
+        """Make the tensor use the fetched values. If it was changed after the fetch, fetch the values again first."""
         if not _same_memory(self.tensor.data, self.home):
             self._store_current(Pages())
             fetched = self.fetch()
@@ -72,7 +72,7 @@ class _OffloadedTensor:
             self.tensor.data = fetched.values
 
     def leave(self) -> None:
-        """Save changes that were made while the tensor was in use, and switch it back to its stored values."""
+        """Save changes that were made while the tensor was in use, and make the tensor use its stored values again."""
         (values, version), self._fetched = self._fetched, _Fetched(None, 0)
         if values is not None:
             if not _same_memory(self.tensor.data, values):  # its data was replaced
@@ -149,7 +149,7 @@ class Part:
             tensor.give_back()
 
     def release(self) -> None:
-        """Leave the tensors with values that can be used without this object."""
+        """Give the tensors values that can be used without this object."""
         for tensor in self._tensors:
             tensor.release()
 
@@ -173,7 +173,7 @@ class Fetcher:
     def __reduce__(self) -> Any:
         raise TypeError(
             "A model with offloaded weights cannot be copied or pickled, because its weights are mapped from files. "
-            "Save model.state_dict(), which reads the weights, or call remove_hook_from_submodules(model) first."
+            "Save model.state_dict(), which contains the weights, or call remove_hook_from_submodules(model) first."
         )
 
     def start(self) -> None:
@@ -184,8 +184,9 @@ class Fetcher:
         """
         if self._running and self._runner != threading.get_ident():
             raise RuntimeError(
-                "A model with offloaded weights was called while it was running in another thread, but its weights are "
-                "fetched and freed as it runs. Call the model from only one thread at a time."
+                "A model with offloaded weights was called while it was running in another thread. This is not "
+                "possible, because weights are copied and freed while the model runs. Call the model from only one "
+                "thread at a time."
             )
         self._runner = threading.get_ident()
         self._running += 1
@@ -207,7 +208,7 @@ class Fetcher:
             self._advance = _Advance(part, self._thread.submit(self._fetch, part))
 
     def take(self, part: Part) -> list[_Fetched]:
-        """Return a part's fetched tensors, and record that this part follows the previously taken one."""
+        """Return a part's fetched tensors, and record that this part follows the part that was taken before."""
         if self._last is not None:
             self._last.following = part if part is not self._last else None
         self._last = part
@@ -225,7 +226,7 @@ class Fetcher:
         return found
 
     def _drop(self) -> None:
-        """Discard the prefetched part. If fetching failed, it is retried when the part is needed."""
+        """Discard the prefetched part. If prefetching failed, the part is fetched again when it is needed."""
         advance, self._advance = self._advance, None
         if advance is not None and advance.tensors.exception() is None:
             advance.part.give_back()

@@ -25,9 +25,9 @@ class Quantization:
 
     Attributes:
         kind: the format of the weights.
-        double: whether to quantize the scales of 4-bit weights too.
+        double: whether to quantize the scales of 4-bit weights as well.
         dtype: the dtype in which 4-bit layers compute.
-        threshold: inputs above this value are multiplied in 16 bits (8-bit layers only); 0 means no threshold.
+        threshold: 8-bit layers multiply inputs above this value in 16 bits; 0 means no threshold.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class Quantization:
 
 
 def require_bitsandbytes(who: str) -> None:
-    """Raise a ModuleNotFoundError if bitsandbytes is not installed; ``who`` names the caller."""
+    """Raise a ModuleNotFoundError if bitsandbytes is not installed; ``who`` is the caller's name."""
     if not messages.is_installed("bitsandbytes"):
         raise ModuleNotFoundError(messages.missing(who, "bitsandbytes"), name="bitsandbytes")
 
@@ -67,7 +67,7 @@ def is_quantized(parameter: Tensor) -> bool:
 def plain_layers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Linear]:
     """Return the linear layers in a module that can be quantized, by name.
 
-    Instances of subclasses, which may compute something else, and layers that share their weight are left out.
+    Layers that share their weight are left out, as are instances of subclasses, which may compute something else.
     ``ignored`` contains full names, or consecutive dot-separated parts of names.
     """
     owners: dict[int, int] = {}
@@ -86,9 +86,10 @@ def plain_layers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn
 def replace_layers(
     module: nn.Module, layers: Mapping[str, nn.Linear], how: Quantization, device: torch.device | None = None
 ) -> None:
-    """Replace linear layers of a module with quantized ones, one by one, and freeze them (except ``"int8-training"``).
+    """Replace linear layers of a module with quantized ones, which are frozen (except ``"int8-training"`` layers).
 
-    Layers on the meta device still have no values. The others move to ``device``; None leaves them where they are.
+    Layers on the meta device remain without values. All other layers are moved to ``device``; None leaves them where
+    they are.
     """
     chosen, made = set(layers.values()), {}  # the same layer may have several names
     for name, child in list(module.named_modules(remove_duplicate=False)):
@@ -124,11 +125,11 @@ def quantized_layer(linear: nn.Linear, how: Quantization, device: torch.device |
 
 
 def prepare_quantized(module: nn.Module) -> None:
-    """Make the quantized layers in a module load every state that fits them.
+    """Allow the quantized layers in a module to load any compatible state.
 
-    They then load their own states, even after a forward pass, and the weights of plain linear layers, which they
-    quantize. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This is
-    turned off, because training and resumed runs need unchanged weights.
+    The layers can then load their own states, even after a forward pass, and the weights of plain linear layers, which
+    are quantized. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This
+    rounding is turned off, because training and resumed runs need unchanged weights.
     """
     for layer in quantized_layers(module).values():
         if _PREPARED in vars(layer):
@@ -227,7 +228,7 @@ def _set_8bit(layer: Any, data: Tensor, scale: Tensor) -> None:
 
 
 def _load(layer: Any, state: dict[str, Any], prefix: str, *more: Any) -> None:
-    """Load a layer's weight from ``state`` and put it back there, before torch loads the layer's own tensors."""
+    """Load a layer's weight from ``state``, and then put it back there, before torch loads the layer's tensors."""
     if f"{prefix}weight" not in state:
         return
     quantized = [name for name in state if name.startswith((f"{prefix}weight.", f"{prefix}SCB"))]
@@ -240,18 +241,18 @@ def _load(layer: Any, state: dict[str, Any], prefix: str, *more: Any) -> None:
         else:
             load_weight(layer, values, weight.device if layer.weight.is_meta else layer.weight.device)
     except ValueError as error:
-        raise ValueError(f"{prefix}weight: {error}. Use the precision that the weight was saved with.") from error
+        raise ValueError(f"{prefix}weight: {error}. Use the precision with which the weight was saved.") from error
     if not floats:
         state[f"{prefix}weight"] = layer.weight
 
 
 def _before_evaluation(layer: Any, inputs: Any) -> None:
-    """Drop the rounded weight of the last training step, which bitsandbytes would reuse in an evaluation."""
+    """Drop the rounded weight from the last training step, which bitsandbytes would reuse in an evaluation."""
     if layer.training:
         return
     if layer.weight.device.type == "cpu":
         raise RuntimeError(
-            "bitsandbytes cannot evaluate 'int8-training' layers on a CPU; it can only train them there. Use a CUDA "
-            "GPU, turn off validation, or use another precision."
+            "bitsandbytes can train 'int8-training' layers on a CPU, but cannot evaluate them there. Use a CUDA GPU, "
+            "turn off validation, or use another precision."
         )
     layer.state.reset_grads()

@@ -1,4 +1,4 @@
-"""Loads weights into a sharded model: each process copies its own shards from the files."""
+"""Loads weights into a sharded model, where each process copies its own shards from the files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOLDER = "_paceline_fsdp"
 
 
 def in_parts(tensor: Any) -> bool:
-    """Return True if a tensor is a DTensor, without importing DTensor (if nothing has imported it, none can exist)."""
+    """Return True if a tensor is a DTensor, without importing DTensor if no other code has imported it."""
     torch_tensors = sys.modules.get("torch.distributed.tensor")
     return torch_tensors is not None and isinstance(tensor, torch_tensors.DTensor)
 
@@ -39,7 +39,7 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
     The result is a view if the shard is contiguous.
 
     Raises:
-        NotImplementedError: torch would shard it differently from ``like``.
+        NotImplementedError: torch would shard the tensor differently from ``like``.
     """
     part, held = whole, local(like)
     placements: list[Any] = list(like.placements)
@@ -85,7 +85,7 @@ def _pick(whole: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) -> None:
-    """Copy a value, or this process's shard of it, into ``own``.
+    """Copy a value, or this process's shard of the value, into ``own``.
 
     Floating-point values are first converted to ``dtype``; None means the dtype of ``own``. Pages that were read are
     freed.
@@ -102,7 +102,7 @@ def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) ->
 def fill_parts(
     model: nn.Module, names: list[str], own: DTensor, value: Tensor, dtype: torch.dtype | None, pages: Pages
 ) -> None:
-    """Set a sharded parameter's value under all its names, allocating memory if it is on the meta device.
+    """Set a sharded parameter's value under all its names. If it is on the meta device, allocate memory.
 
     Raises:
         ValueError: ``dtype`` differs from the parameter's dtype, in which its shards are gathered.
@@ -167,7 +167,7 @@ def _gather(text: str | None, group: Any) -> list[str | None]:
 
 
 def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
-    """Raise this process's error or, if only another process failed, an error that reports its failure."""
+    """Raise this process's error or, if only another process failed, an error that reports that failure."""
     if problem is not None:
         raise problem
     for text in filter(None, problems):

@@ -1,4 +1,4 @@
-"""Finds the files with a model's weights, and maps their tensors into memory."""
+"""Finds the files that contain a model's weights, and maps their tensors into memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALIGNMENT = 64
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files with a model's weights.
+    """Return the files that contain a model's weights.
 
     Raises:
         FileNotFoundError: there are no weights, or an index lists a file that does not exist.
@@ -47,8 +47,8 @@ def weight_files(path: Path) -> list[Path]:
     if not path.exists():
         near = messages.did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         raise FileNotFoundError(
-            f"There are no weights at {str(path)!r} (in {os.getcwd()}).{near} Pass a local file or folder, because "
-            "nothing is downloaded."
+            f"There are no weights at {str(path)!r} (in {os.getcwd()}).{near} Pass a local file or folder; weights are "
+            "never downloaded."
         )
     if path.suffix != ".json":
         return [path]
@@ -59,13 +59,13 @@ def weight_files(path: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is not a valid weight index ({type(error).__name__}: {error}). An index is a JSON file "
-            "with a 'weight_map' from names to files, or with the map alone. Download or write it again, or pass a "
-            "single weight file."
+            "that contains a 'weight_map' from names to files, or that consists of such a map. Download or write the "
+            "index again, or pass a single weight file."
         ) from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"The index {str(path)!r} lists files that do not exist ({len(missing)} of {len(names)}): "
+            f"The index {str(path)!r} lists {len(names)} files, of which {len(missing)} could not be found: "
             f"{', '.join(map(str, missing[:5]))}. Copy the missing files to the index's folder."
         )
     return [path.parent / name for name in names]
@@ -143,8 +143,8 @@ def _opened(file: Path) -> Iterator[Any]:
 def _damaged(file: Path, error: Exception) -> ValueError:
     why = str(error).splitlines()[0] if str(error) else repr(error)
     return ValueError(
-        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or in a different format. Download "
-        "or write it again."
+        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or has another format. Download or "
+        "write the file again."
     )
 
 
@@ -163,9 +163,9 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
+    """Return an uninitialized tensor whose memory is returned to the system as soon as the tensor is freed.
 
-    The default allocator may keep freed memory for each thread, which can add up to the size of several tensors.
+    The default allocator may keep freed memory in each thread, which can add up to the size of several tensors.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < _PAGE:
@@ -196,7 +196,7 @@ def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> Non
 
 
 class Pages:
-    """Finds the memory that is currently mapped from files, and frees its pages.
+    """Finds the memory that is currently mapped from files, and frees pages of that memory.
 
     Only mapped memory may be freed, because the system would fill any other memory with zeros. On systems other than
     Linux, mapped memory cannot be found, so pages stay until memory runs short.
@@ -235,7 +235,7 @@ class Pages:
 
 
 def _drop(start: int, end: int) -> None:
-    """Free full pages that are known to be mapped from a file; free none of them if one was written to."""
+    """Free full pages that are known to be mapped from a file; free none of them if any page was written to."""
     if end > start and _is_as_in_file(start, end):
         _madvise()(start, end - start, _MADV_DONTNEED)
 
@@ -248,7 +248,7 @@ def advise_needed(tensor: Tensor) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a non-empty tensor's first byte and of the byte after its last one."""
+    """Return the addresses of a non-empty tensor's first byte and of the byte after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -258,7 +258,7 @@ def _is_as_in_file(start: int, end: int) -> bool:
 
     Writing to a page makes a private copy of it. This function queries the operating system, because torch does not
     notice every change: writing through ``.data`` or NumPy, or updating batch statistics, does not change a tensor's
-    version. It returns False if the query fails.
+    version. The result is False if the query fails.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -281,7 +281,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """Return the address ranges of mapped files; a file that the system lists in several pieces becomes one range."""
+    """Return the address ranges of mapped files; the ranges of a file that is listed in several pieces are merged."""
     if not sys.platform.startswith("linux"):
         return []
     found: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
 """The command line. Each command has its own file, which is imported only when the command runs.
 
-:class:`TrainerCLI` builds a command line for your own program from your classes. It is imported on first use.
+:class:`TrainerCLI`, which is imported on first use, builds a command line for your own program from your classes.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _ROOMS = ("callbacks", "loggers", "profilers", "strategies")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """Torch's scheduler of the same name, plus the name of the metric to watch.
+    """torch's scheduler of the same name, with an additional argument for the name of the metric to watch.
 
     Args:
         optimizer: the optimizer whose learning rates are reduced.
@@ -67,11 +67,11 @@ class ArgumentParser(_Base):
 
     Args:
         *args: as for jsonargparse's parser.
-        description: shown by ``--help``.
+        description: text that ``--help`` shows.
         env_prefix: prefix for the names of environment variables.
-        default_env: read values from environment variables.
-        short_names: import Paceline's callbacks, loggers, profilers and strategies, so that users can choose them by
-            their short names and ``--help`` lists them.
+        default_env: whether to read values from environment variables.
+        short_names: whether to import Paceline's callbacks, loggers, profilers and strategies, so that users can choose
+            them by their short names and ``--help`` lists them.
         **kwargs: as for jsonargparse's parser.
     """
 
@@ -111,14 +111,14 @@ class ArgumentParser(_Base):
             lightning_class: a Trainer, TrainingModule, DataModule or Callback class, or a function that returns an
                 instance of one.
             nested_key: name under which the arguments are added.
-            subclass_mode: let the user choose a subclass.
-            required: in subclass mode, whether the user has to choose one.
+            subclass_mode: whether to let the user choose a subclass.
+            required: in subclass mode, whether the user has to choose a class.
 
         Returns:
             The names of the added arguments.
 
         Raises:
-            TypeError: if ``lightning_class`` is anything else.
+            TypeError: if ``lightning_class`` is neither such a class nor such a function.
         """
         added = class_of(lightning_class)
         if not isinstance(added, type) or not issubclass(added, (Trainer, TrainingModule, DataModule, Callback)):
@@ -176,7 +176,7 @@ class ArgumentParser(_Base):
 
 @cache
 def class_of(owner: Any) -> Any:
-    """Return a class unchanged; for a function that returns an instance, return jsonargparse's class for it."""
+    """Return a class unchanged; for a function that returns an instance, return the class that jsonargparse creates."""
     if isinstance(owner, type) or not callable(owner):
         return owner
     made = class_from_function(owner)
@@ -207,7 +207,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """Create an object from a class path and arguments.
 
     Args:
-        args: one positional argument, or a tuple of them.
+        args: one positional argument, or a tuple of positional arguments.
         init: a dict with ``class_path`` and, optionally, keyword arguments under ``init_args``.
 
     Returns:

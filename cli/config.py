@@ -25,21 +25,23 @@ def add_arguments(parser: ArgumentParser) -> None:
         "what",
         nargs="?",
         choices=("default", "update"),
-        help="default: ask nothing; update: in the existing file, change the settings given with --set",
+        help="default: ask no questions; update: change only the settings given with --set in the existing file",
     )
     parser.add_argument(
-        "--config_file", metavar="PATH", help="the file; its suffix (.yaml, .json, .toml) sets the format"
+        "--config_file",
+        metavar="PATH",
+        help="the settings file; its suffix (.yaml, .json, .toml) determines the format",
     )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; can be repeated")
     parser.add_argument("--mixed_precision", metavar="VALUE", help="same as --set mixed_precision=VALUE")
     parser.add_argument("--from_env", action="store_true", help="use the values of environment variables")
     parser.add_argument(
-        "--yes", action="store_true", help="ask nothing; use the defaults of settings that are not specified"
+        "--yes", action="store_true", help="ask no questions, and use the defaults of settings that are not specified"
     )
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.epilog = (
-        "Without arguments, the command asks questions; Enter accepts the default. `paceline env` lists all settings "
-        "with their values."
+        "Without arguments, the command asks questions. Enter accepts a question's default. `paceline env` lists all "
+        "settings with their values."
     )
 
 
@@ -97,7 +99,7 @@ def _parsed(written: Iterable[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if not equals or name not in SETTINGS:
             hint = messages.did_you_mean(name, SETTINGS) or " `paceline env` lists all settings."
-            raise ValueError(f"--set {one} must be NAME=VALUE, with the name of a setting.{hint}")
+            raise ValueError(f"--set {one} must have the form NAME=VALUE, with the name of a setting.{hint}")
         if not SETTINGS[name].is_nothing(value):
             found[name] = SETTINGS[name].parsed(value.strip(), f"--set {one}")
     return found

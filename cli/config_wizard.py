@@ -1,4 +1,4 @@
-"""Ask the questions of ``paceline config``. Enter, or the end of the input, accepts a question's default."""
+"""Asks the questions of ``paceline config``. Enter, or the end of the input, accepts a question's default."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MACHINES = ("No distributed training", "multi-CPU", "multi-GPU", "TPU")
 _SWITCHES = {"multi-GPU": "multi_gpu", "TPU": "tpu"}
 PLACES = ("This machine", "AWS (Amazon SageMaker)")
 _INSTEAD_OF_AWS = (
-    "is not supported: Paceline starts processes only on the machine on which it is launched. Choose 'This machine'. "
-    "To train on N machines, run this command on each of them, with RANK from 0 to N - 1: paceline launch "
-    "--num_machines N --num_processes TOTAL --machine_rank RANK --main_process_ip ADDRESS --main_process_port 29500 "
-    "train.py."
+    "is not supported, because Paceline starts processes only on the machine on which it is launched. Choose 'This "
+    "machine'. To train on N machines, run the following command on each machine, with RANK from 0 to N - 1: paceline "
+    "launch --num_machines N --num_processes TOTAL --machine_rank RANK --main_process_ip ADDRESS --main_process_port "
+    "29500 train.py."
 )
 
 
@@ -40,9 +40,9 @@ class Dialog:
         return self.values[name]
 
     def choose(self, question: str, choices: Sequence[str], unsupported: Mapping[str, str] | None = None) -> str:
-        """Ask the user to pick one of ``choices``; the first is the default.
+        """Ask the user to pick one of ``choices``; the first choice is the default.
 
-        ``unsupported`` maps choices that are listed but not supported to messages that say what to do instead.
+        ``unsupported`` maps listed choices that are not supported to messages that say what to do instead.
         """
 
         def parse(word: str) -> str:
@@ -59,7 +59,7 @@ class Dialog:
         return self._ask(f"{question}{listed}\nYour choice [0]: ", parse, choices[0])
 
     def setting(self, name: str, question: str, default: Any = None, choices: bool = False) -> Any:
-        """Ask for a setting's value. If the setting has no default, it may stay unset."""
+        """Ask for a setting's value. A setting without a default may stay unset."""
         if name in self._fixed:
             return self.values[name]
         one = SETTINGS[name]
@@ -131,9 +131,9 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(machine: str) -> int:
-    """Return how many devices of a type of machine this process sees; 0 if the type has none.
+    """Return how many devices of the kind that a type of machine uses are visible; 0 if it uses no devices.
 
-    For ``multi-GPU``, these are the devices of the best kind that is present and is not a TPU.
+    For ``multi-GPU``, these are the devices of the best kind on this machine other than TPUs.
     """
     if machine not in _SWITCHES:
         return 0
@@ -162,7 +162,7 @@ def _dynamo(talk: Dialog) -> None:
         return
     talk.setting("dynamo_backend", "Which dynamo backend would you like to use?", "inductor")
     talk.setting("dynamo_mode", "Which mode do you want to use?", choices=True)
-    talk.switch("dynamo_use_fullgraph", "Must the model compile into one full graph?")
+    talk.switch("dynamo_use_fullgraph", "Must the model be compiled as a single graph?")
     talk.switch("dynamo_use_dynamic", "Do you want to enable dynamic shape tracing?")
     talk.switch("dynamo_use_regional_compilation", "Do you want to compile repeated blocks only once?")
 
@@ -178,7 +178,7 @@ def _deepspeed(talk: Dialog) -> bool:
     if stage == 3:
         _offload(talk, "offload_param", "Where should the weights be offloaded to?")
         talk.switch("zero3_save_16bit_model", "Should 16-bit weights be gathered for saving?")
-        talk.switch("zero3_init_flag", "Should the model be built in shards?")
+        talk.switch("zero3_init_flag", "Should the model be sharded while it is created?")
     if talk.yes("Do you want to clip gradients?"):
         talk.setting("gradient_clipping", "What is the maximum gradient norm?", 1.0)
     return True
@@ -194,14 +194,18 @@ def _fsdp(talk: Dialog) -> bool:
         return False
     talk.setting("fsdp_sharding_strategy", "What should be sharded?", choices=True)
     talk.switch("fsdp_offload_params", "Do you want to keep weights in CPU memory between uses?")
-    policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks should be sharded as a unit?", choices=True)
+    policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks should each be sharded as a unit?", choices=True)
     if policy == "TRANSFORMER_BASED_WRAP":
         talk.setting("fsdp_transformer_layer_cls_to_wrap", "Which classes are the blocks? Separate them with commas.")
     if policy == "SIZE_BASED_WRAP":
         talk.setting("fsdp_min_num_params", "What is the minimum number of parameters in a block?")
     talk.setting("fsdp_state_dict_type", "How should weights be saved?", choices=True)
-    talk.switch("fsdp_cpu_ram_efficient_loading", "Should only one process read the weights?", True)
-    talk.switch("fsdp_activation_checkpointing", "Do you want to recompute activations instead of keeping them?")
+    talk.switch(
+        "fsdp_cpu_ram_efficient_loading", "Should only one process read the weights and send them to the others?", True
+    )
+    talk.switch(
+        "fsdp_activation_checkpointing", "Do you want to recompute activations instead of keeping them in memory?"
+    )
     return True
 
 

@@ -26,9 +26,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     parser.add_argument("--steps", type=int, default=60, help="batches to train (default: 60)")
     parser.add_argument(
-        "--try", dest="tries", action="store_true", help="also try changes that may help, each in a short run"
+        "--try",
+        dest="tries",
+        action="store_true",
+        help="also try changes that may speed up training, each in a short run",
     )
-    parser.add_argument("--only", metavar="NAMES", help="with --try, try only these: num_workers,batch_size,...")
+    parser.add_argument(
+        "--only", metavar="NAMES", help="with --try, try only these changes: num_workers,batch_size,..."
+    )
     parser.add_argument("--out", default=".", help="folder for doctor.html and doctor.json (default: the current one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
@@ -73,10 +78,11 @@ def run(arguments: Namespace) -> int:
 
 
 def check(arguments: Namespace) -> None:
-    """Check the arguments before anything runs."""
+    """Check the arguments before the script runs."""
     if arguments.steps < 10:
         raise ValueError(
-            f"--steps {arguments.steps} is too low, because the first 3 steps are not measured. Use 10 or more."
+            f"--steps {arguments.steps} is too low, because the doctor does not measure the first 3 steps. Use 10 or "
+            "more."
         )
     if arguments.only is not None and not arguments.tries:
         raise ValueError(f"--only {arguments.only} has no effect without --try. Add --try, or remove --only.")
@@ -102,17 +108,17 @@ def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dic
     if status:
         raise RuntimeError(f"{script.target} {ended(status)}")
     raise RuntimeError(
-        f"{script.target} exited without any training to measure. It must call Trainer.fit, or train with an "
-        "Accelerator in a loop over a prepared DataLoader."
+        f"{script.target} exited without training, so there is nothing to measure. The script must call Trainer.fit, "
+        "or train with an Accelerator in a loop over a prepared DataLoader."
     )
 
 
 def ended(status: int) -> str:
     """Describe how a failed program exited."""
     if status >= 0:
-        return f"exited with status {status}; see its output above."
+        return f"exited with status {status}; see the output above."
     name = signal.Signals(-status).name
-    reason = " The system does that when memory runs out; check dmesg." if name == "SIGKILL" else ""
+    reason = " The operating system kills processes when memory runs out, so check dmesg." if name == "SIGKILL" else ""
     return f"was killed by {name}.{reason}"
 
 
@@ -129,7 +135,7 @@ def _status(command: list[str], environment: dict[str, str], timeout: float) -> 
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise RuntimeError(
-                f"The run took longer than --timeout {timeout:g} seconds and was stopped. If it was not hanging, "
+                f"The run took longer than --timeout {timeout:g} seconds and was stopped. If the run was not hanging, "
                 "raise --timeout or lower --steps."
             ) from None
 

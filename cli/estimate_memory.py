@@ -18,7 +18,7 @@ MODEL is the first of these that matches:
   a folder, file or index of weights; only headers (safetensors) or sizes (other files) are read
   module:factory or file.py:factory: a function that returns a model, (model, batch) or (model, batch, loss), where
       loss(model, batch) is a function; the model is an nn.Module or a TrainingModule. If the factory has parameters
-      batch_size and sequence_length, they are passed. Tensors that the factory creates take no memory.
+      batch_size and sequence_length, they receive the flags' values. Tensors that the factory creates take no memory.
 Nothing is downloaded.
 
   paceline estimate-memory ./Mixtral-8x7B --device_memory 80GiB --num_processes 8
@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--num_processes",
         type=int,
         metavar="N",
-        help="number of processes for ddp and fsdp [the GPUs of this machine, else 2]",
+        help="number of processes for ddp and fsdp [number of GPUs in this machine, or 2 without GPUs]",
     )
     add("--device_memory", metavar="SIZE", help="memory of one device, such as 24GiB [this machine's]")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")

@@ -1,4 +1,4 @@
-"""Choices of ``paceline estimate-memory``, in a separate file so that ``--help`` does not import torch."""
+"""Values that ``paceline estimate-memory`` accepts, in a separate file so that ``--help`` does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the model for ``paceline estimate-memory``: build it without allocating memory, or read sizes from its files."""
+"""Builds the model for ``paceline estimate-memory`` without allocating memory, or reads sizes from its files."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Wish:
     Attributes:
         library: one of ``LIBRARIES``; if None, it is detected.
         trust_remote_code: whether code in the model's folder may run.
-        batch_size: samples in a batch; if None, the factory's batch size, or 1 without a factory.
-        sequence_length: tokens in a sequence; if None, :data:`SEQUENCE_LENGTH`.
+        batch_size: samples in a batch; None means the factory's batch size, or 1 without a factory.
+        sequence_length: tokens in a sequence; None means :data:`SEQUENCE_LENGTH`.
     """
 
     library: str | None = None
@@ -101,17 +101,18 @@ def _not_here(name: str) -> str:
     near = Path(name).parent
     close = messages.did_you_mean(Path(name).name, [one.name for one in near.iterdir()] if near.is_dir() else [])
     return (
-        f"There is no file or folder {name!r} here.{close} If it is a model on the Hugging Face Hub, download its "
-        f"config.json (a few kB) with: hf download {name} config.json --local-dir FOLDER. Then run paceline "
-        "estimate-memory FOLDER. The command itself downloads nothing, so that it works without a network. For your "
-        "own model, pass module:factory or file.py:factory."
+        f"There is no file or folder {name!r} in the working directory.{close} If {name} is a model on the Hugging "
+        f"Face Hub, download its config.json (a few kB) with: hf download {name} config.json --local-dir FOLDER. Then "
+        "run paceline estimate-memory FOLDER. paceline estimate-memory itself downloads nothing, so that it works "
+        "without a network. For your own model, pass module:factory or file.py:factory."
     )
 
 
 def _of_path(path: Path, wish: Wish) -> Source:
     if path.suffix == ".py":
         raise ValueError(
-            f"{str(path)!r} is a Python script. Add the function that builds the model: {path}:build_model."
+            f"{str(path)!r} is a Python script. Add the name of the function that builds the model, for example "
+            f"{path}:build_model."
         )
     config = path if path.name == "config.json" else path / "config.json"
     if config.exists() and wish.library in (None, "transformers"):
@@ -216,7 +217,7 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
 
 
 def _kind(transformers: ModuleType, settings: Any, trust: bool) -> Callable[[Any], nn.Module]:
-    """Return the function that builds the model: the class that the config names, or else transformers' auto class."""
+    """Return the function that builds the model: the class that the config specifies, or else an auto class."""
     names = getattr(settings, "architectures", None) or []
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if found is not None:
@@ -296,7 +297,9 @@ def _of_factory(place: str, name: str, wish: Wish) -> Source:
     asked = {"batch_size": wish.batch_size, "sequence_length": wish.sequence_length}
     given = {key: value for key, value in asked.items() if key in takes and value is not None}
     if wish.sequence_length is not None and "sequence_length" not in takes:
-        raise ValueError(f"--sequence_length: {name}() has no parameter sequence_length. Add it to the function.")
+        raise ValueError(
+            f"--sequence_length: {name}() has no parameter sequence_length. Add this parameter to the function."
+        )
     with without_memory():
         made = factory(**given)
     module, batch, loss = (*made, None, None)[:3] if isinstance(made, (tuple, list)) else (made, None, None)
@@ -334,7 +337,7 @@ def _imported(place: str) -> ModuleType:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Return a batch of another size: resize every tensor whose first dimension is the batch dimension."""
+    """Return a batch of another size, by resizing every tensor whose first dimension is the batch dimension."""
     before = batch_size_of(batch)
 
     def change(tensor: Tensor) -> Tensor:

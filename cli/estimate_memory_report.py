@@ -25,11 +25,11 @@ class Loading:
     """Sizes for one dtype, in bytes.
 
     Attributes:
-        dtype: name as in --dtypes.
+        dtype: name of the dtype, as in --dtypes.
         weights: size of all weights.
-        largest_layer: size of the largest layer, which is never split between devices.
-        inference: peak memory of a forward pass on one device; only the weights' size if no batch is known.
-        offloaded: the same peak if weights are offloaded and loaded layer by layer.
+        largest_layer: size of the largest layer; a layer is never split between devices.
+        inference: peak memory of a forward pass on one device; only the size of the weights if there is no batch.
+        offloaded: peak memory of a forward pass if weights are offloaded and loaded layer by layer.
         training: peak memory of training on one device; None if a model cannot be trained in this dtype.
     """
 
@@ -96,7 +96,7 @@ class Machine:
     Attributes:
         device: type of the device whose kernels the estimates use.
         memory: memory of one device, in bytes.
-        shared: whether all processes share that memory, because it is the host's.
+        shared: whether all processes share that memory, because the device is the CPU.
         origin: description of where ``memory`` comes from.
     """
 
@@ -107,7 +107,7 @@ class Machine:
 
     @classmethod
     def find(cls, asked: str | None) -> Machine:
-        """Describe this machine or, if ``asked`` is given, a machine whose devices each have that much memory."""
+        """Describe this machine or, if ``asked`` is given, a machine with ``asked`` bytes of memory per device."""
         device = present() if present().counts_memory() else kind_of("cpu")
         kind = device.name
         if asked is not None:
@@ -119,7 +119,10 @@ class Machine:
             return cls(kind, min(sizes), False, f"{len(sizes)} GPUs, the smallest with {messages.size(min(sizes))}")
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(
-            kind, size, True, f"no GPU here: {messages.size(size)} of this machine's memory, shared by all processes"
+            kind,
+            size,
+            True,
+            f"this machine has no GPU: {messages.size(size)} of its main memory, shared by all processes",
         )
 
     def fits(self, found: MemoryEstimate) -> str:
@@ -146,8 +149,8 @@ def examine(source: Source, arguments: Namespace) -> MemoryReport:
         report.notes.append("Estimated with CPU kernels, because this machine has no GPU.")
     if any(row.guessed for row in rows):
         report.notes.append(
-            "The training step reads values from tensors. All values were assumed to be 1, so the result may differ "
-            "if the step depends on them."
+            "The training step reads values from tensors. All values were assumed to be 1, so the result may differ if "
+            "the step depends on these values."
         )
     return report
 
@@ -155,7 +158,7 @@ def examine(source: Source, arguments: Namespace) -> MemoryReport:
 class Trainings:
     """Estimates training memory with the command's settings.
 
-    If a training step cannot be run, its estimate and all later ones leave out activations, and a note says why.
+    If a training step cannot be run, this estimate and all later estimates leave out activations, and a note says why.
     """
 
     def __init__(self, source: Source, arguments: Namespace, machine: Machine, notes: list[str]) -> None:
@@ -206,7 +209,7 @@ def _loading(source: Source, dtype: str, rows: list[MemoryEstimate]) -> Loading:
 
 @dataclass
 class MemoryVerdict:
-    """Describes what fits or, if nothing does, which alternatives would."""
+    """Describes which ways to train fit or, if none does, which alternatives would fit."""
 
     report: MemoryReport
     trainings: Trainings
@@ -224,14 +227,18 @@ class MemoryVerdict:
         bad = [row for row in rows if row.fits == "no"]
         if bad:
             least = min(bad, key=lambda row: row.estimate.training).estimate
-            yield f"Does not fit: {', '.join(_named(row.estimate) for row in bad[:6])}{' ...' if bad[6:] else ''}."
+            yield f"These do not fit: {', '.join(_named(row.estimate) for row in bad[:6])}{' ...' if bad[6:] else ''}."
             if not good:
-                yield f"None of the requested strategies fits with room to spare; the smallest is {_named(least)}."
+                yield f"None of the requested strategies fits with room to spare; {_named(least)} needs the least."
         if good:
-            yield f"Fits: {', '.join(_named(row.estimate) for row in good[:6])}{' ...' if good[6:] else ''}."
+            yield f"These fit: {', '.join(_named(row.estimate) for row in good[:6])}{' ...' if good[6:] else ''}."
             return
         found = [_named(one, how) for how, one in self._others() if self.machine.fits(one) == "yes"]
-        yield f"These would fit: {'; '.join(found)}." if found else "No alternative that was tried fits either."
+        yield (
+            f"These would fit: {'; '.join(found)}."
+            if found
+            else "None of the alternatives that were tried fits either."
+        )
 
     def _about_loading(self, memory: int) -> Iterator[str]:
         fits = [row for row in self.report.loading if row.inference <= memory]
@@ -243,16 +250,16 @@ class MemoryVerdict:
             f"{row.dtype} ({messages.size(row.offloaded)})" for row in self.report.loading if row.offloaded <= memory
         ]
         said = f"Loaded in {', '.join(too_large)}, the model does not fit on one device of {messages.size(memory)}."
-        said += f" In {' or '.join(smaller)}, it does." if smaller else ""
+        said += f" In {' or '.join(smaller)}, the model fits." if smaller else ""
         yield said + (
-            f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk), it fits in '
+            f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk), the model fits in '
             f"{' or '.join(offloaded)}."
             if offloaded
-            else " Its largest layer alone is too large for one device in any of these dtypes."
+            else " The model's largest layer alone is too large for one device in any of these dtypes."
         )
 
     def _others(self) -> Iterator[tuple[str, MemoryEstimate]]:
-        """Yield other ways to train, starting with the smallest changes."""
+        """Yield other ways to train, starting with those that change the least."""
         trained = [row.estimate for row in self.report.training]
         precision = "bf16-mixed"
         size = trained[0].batch_size
@@ -277,7 +284,7 @@ class MemoryVerdict:
                 yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
 
     def _processes(self, found: MemoryEstimate) -> int | None:
-        """Return a number of processes (found by doubling) for which sharded training fits; None if none is enough."""
+        """Return a number of processes (found by doubling) with which sharded training fits; None if none suffices."""
         divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
         processes = found.num_processes
         while processes < _MOST_PROCESSES:

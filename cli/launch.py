@@ -103,7 +103,7 @@ def start(script: Script, settings: Settings, arguments: Namespace, replace: boo
 
 
 def _leave_outer_launch() -> None:
-    """Remove the variables and flags that an outer launcher set, because a nested launch is independent of it."""
+    """Remove the variables and flags that an outer launcher has set, because nested launches are independent."""
     for name in filter(None, os.environ.pop(FLAGS, "").split(",")):
         os.environ.pop(SETTINGS[name].variable, None)
     if _RUN_ID in os.environ:
@@ -146,12 +146,13 @@ def _refuse_deepspeed(settings: Settings) -> None:
         if settings.is_set(name) and settings[name] != "standard":
             raise ValueError(
                 f"{settings.origin(name).where} is for DeepSpeed's own launcher, which Paceline does not use. Remove "
-                "it, and run the command on each machine with --num_machines, --machine_rank and --main_process_ip."
+                "this setting, and run the command on each machine with --num_machines, --machine_rank and "
+                "--main_process_ip."
             )
     if settings["use_deepspeed"] and not messages.is_installed("deepspeed"):
         raise ModuleNotFoundError(
             f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}, or use --use_fsdp, which shards "
-            "like ZeRO stage 3."
+            "models like ZeRO stage 3."
         )
 
 
@@ -173,7 +174,7 @@ class _LaunchPlan:
 
     @property
     def is_one(self) -> bool:
-        """Whether this process can become the script: the only one in total, and not bound to a node by torch."""
+        """Whether this process can run the script itself, as the only process and without torch's NUMA binding."""
         return self.num_processes * self.num_machines == 1 and not self.binds_gpus
 
 
@@ -202,9 +203,9 @@ def _devices(settings: Settings) -> tuple[str, int]:
     if settings["tpu"] and not present:
         raise RuntimeError(
             f"{settings.origin('tpu').where} needs a TPU, but "
-            f"{'torch_tpu sees none' if _has_torch_tpu() else 'the package torch_tpu is not installed'}. Run this on a "
-            "machine with a TPU and torch_tpu (pip install 'paceline[tpu]'), or remove this setting to use the best "
-            "device of this machine."
+            f"{'torch_tpu sees none' if _has_torch_tpu() else 'the package torch_tpu is not installed'}. Run the "
+            "command on a machine with a TPU and torch_tpu (pip install 'paceline[tpu]'), or remove this setting to "
+            "use the best device of this machine."
         )
     return kind, present
 
@@ -228,7 +229,7 @@ def _gpu_ids(settings: Settings) -> str | None:
 
 
 def _check_gpu_ids(settings: Settings, kind: str) -> None:
-    """Warn if ``gpu_ids`` selects nothing."""
+    """Warn if ``gpu_ids`` has no effect."""
     if _gpu_ids(settings) is None:
         return
     if kind == "cpu":
@@ -254,14 +255,14 @@ def _visible_variable(kind: str) -> str | None:
 
 
 def _selected(kind: str) -> str:
-    """Return the variable that selects a kind's visible devices, with its value, in parentheses; empty if not set."""
+    """Return, in parentheses, the variable that selects a kind's visible devices, and its value; empty if not set."""
     variable = _visible_variable(kind)
     value = None if variable is None else os.environ.get(variable)
     return "" if value is None else f" ({variable}={value})"
 
 
 def _find_best() -> tuple[str, int]:
-    """Return the best kind of device that torch sees, and how many there are; import torch only if there may be any."""
+    """Return the best kind of device that torch sees, and the number of devices; import torch only if necessary."""
     if "torch" not in sys.modules and not _may_have_devices():
         return "cpu", 0
     from ..processes.devices import find_best
@@ -300,7 +301,7 @@ def _check_multi_gpu(settings: Settings, gpus: int) -> None:
         return
     why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"torch sees {gpus}{_selected('cuda')}"
     raise ValueError(
-        f"{settings.origin('multi_gpu').where} needs at least 2 GPUs, but {why}. Remove it, or use --cpu "
+        f"{settings.origin('multi_gpu').where} needs at least 2 GPUs, but {why}. Remove this setting, or use --cpu "
         "--num_processes 2 for two processes on the CPU."
     )
 
@@ -321,7 +322,7 @@ def _processes(settings: Settings, kind: str, present: int) -> tuple[int, str]:
     if present and local > present:
         raise ValueError(
             f"{where} needs {local} {_title(kind)}s on this machine, but torch sees {present}{_selected(kind)}. Use at "
-            f"most {present} process{'es' * (present > 1)} per machine, or add --cpu to run them on the CPU."
+            f"most {present} process{'es' * (present > 1)} per machine, or add --cpu to run the processes on the CPU."
         )
     return local, f"{where}{'' if present else '; ' + _why_no_gpu(settings)}"
 
@@ -351,8 +352,8 @@ def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
 def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict[str, str]]:
     """Decide how processes are bound to NUMA nodes.
 
-    Return whether torch binds processes to their GPUs' nodes, a description of the binding, and environment variables
-    for processes that bind themselves.
+    Return whether torch binds processes to the nodes of their GPUs, a description of the binding, and environment
+    variables for processes that bind themselves.
     """
     if not settings["enable_cpu_affinity"]:
         return False, "", {}
@@ -377,7 +378,7 @@ def _backends(kind: str) -> str:
 
 
 class _Announcement:
-    """Reports, once, what the launcher chose and why."""
+    """Reports once what the launcher has chosen, and why."""
 
     def __init__(self, plan: _LaunchPlan, settings: Settings, quiet: bool) -> None:
         self.plan, self.settings, self.quiet = plan, settings, quiet

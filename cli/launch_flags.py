@@ -18,15 +18,15 @@ _GROUPS = {
     "logging": "logging",
 }
 _TPU = (
-    "Paceline starts processes only on this machine and needs no settings for TPUs besides --tpu. Remove the flag, and "
-    "run 'paceline launch --tpu' on each machine"
+    "Paceline starts processes only on this machine and needs no settings for TPUs besides --tpu. Remove this flag, "
+    "and run 'paceline launch --tpu' on each machine"
 )
 _MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or split layers with --parallelism_config_tp_size"
 _FP8 = (
-    "8-bit training uses torchao. Use --mixed_precision fp8. In the script, AORecipeKwargs sets details, and "
-    "TERecipeKwargs chooses TransformerEngine instead"
+    "8-bit training uses torchao. Use --mixed_precision fp8. To set options, pass AORecipeKwargs in the script, or "
+    "TERecipeKwargs to use TransformerEngine instead"
 )
-_AWS = "launching on AWS is not supported. Run the command on the machine itself, as docs/commands.md shows"
+_AWS = "launching on AWS is not supported. Run `paceline launch` on the machine itself, as docs/commands.md shows"
 _MPI = "mpirun is not needed. Use --cpu --num_processes N, or run mpirun -np N python train.py yourself"
 #: Accelerate's flags that are not supported, and what to do instead. Flags with ``=`` take a value.
 _REFUSED = {
@@ -59,7 +59,7 @@ class _Refuse(Action):
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
     """Add every flag.
 
-    ``script`` specifies whether a script, with its own arguments, follows the flags.
+    ``script`` specifies whether a script and its arguments follow the flags.
     """
     if script:
         _add_script(parser)
@@ -76,18 +76,18 @@ def add_flags(parser: ArgumentParser, script: bool = True) -> None:
 def _add_script(parser: ArgumentParser) -> None:
     parser.usage = "paceline launch [flags] script.py [the script's arguments]"
     parser.epilog = (
-        "Flags come before the script; everything after it is passed to the script. A flag may use - instead of _.\n"
-        "These flags are not supported; an error message says what to use instead: --tpu_*, --use_megatron_lm, "
-        "--megatron_lm_*, --fp8_*, --aws_*, --mpirun_hostfile."
+        "Flags come before the script, and everything after the script is passed to the script. A flag may use - "
+        "instead of _.\nThese flags are not supported; an error message says what to use instead: --tpu_*, "
+        "--use_megatron_lm, --megatron_lm_*, --fp8_*, --aws_*, --mpirun_hostfile."
     )
-    parser.add_argument("script", help="the file to run; with -m a module, with --no_python any program")
+    parser.add_argument("script", help="the file to run (with -m, a module; with --no_python, any program)")
     parser.add_argument("script_args", nargs=REMAINDER, help="the script's arguments, passed on unchanged")
     _add(parser, "module", "-m", action="store_true", help="the script is a module, as with python -m")
     _add(parser, "no_python", action="store_true", help="the script is a program, not a Python file")
 
 
 def _add_own(parser: ArgumentParser) -> None:
-    """Add the flags that are not settings, which affect only how processes start."""
+    """Add the flags that are not settings. They affect only how processes start."""
     _add(parser, "config_file", "--config", metavar="FILE", help="the settings file; see paceline config")
     _add(parser, "quiet", action="store_true", help="do not print what the launcher chose")
     _add(parser, "log_dir", metavar="FOLDER", help="also write each process's output to this folder")
@@ -103,7 +103,7 @@ def _add_own(parser: ArgumentParser) -> None:
         "role",
         default="default",
         metavar="NAME",
-        help="with --log_dir or --tee: prefix of lines in the terminal",
+        help="prefix of lines in the terminal, with --log_dir or --tee",
     )
     _add(parser, "same_network", action="store_true", help="no effect; machines always connect to --main_process_ip")
 
@@ -122,10 +122,10 @@ def _setting(one: Setting) -> dict[str, Any]:
 
 
 def refuse(arguments: Namespace) -> None:
-    """Reject a command line with a flag that Paceline does not support.
+    """Reject a command line that contains a flag that Paceline does not support.
 
     Raises:
-        ValueError: if there is such a flag; the message says what to do instead.
+        ValueError: if there is an unsupported flag; the message says what to do instead.
     """
     if getattr(arguments, "refused", None):
         raise ValueError(arguments.refused)

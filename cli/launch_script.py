@@ -1,4 +1,4 @@
-"""Find the script in a ``paceline launch`` command line."""
+"""Finds the script in a ``paceline launch`` command line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Script:
 
 
 def find_script(arguments: Namespace) -> Script:
-    """Return the script that the command line names.
+    """Return the script that the command line specifies.
 
     Raises:
         ValueError: if ``-m`` and ``--no_python`` are both given, or ``python`` is given with options.
@@ -84,7 +84,7 @@ def _existing(target: str) -> str:
 
 
 def point_out_config(script: Script) -> None:
-    """Warn about ``--config`` after a script that does not seem to read it; it may be meant for the launcher."""
+    """Warn if a script does not seem to read the ``--config`` that follows it, which may be meant for the launcher."""
     for at, word in enumerate(script.arguments):
         flag, _, value = word.partition("=")
         value = value or "".join(script.arguments[at + 1 : at + 2])

@@ -1,4 +1,4 @@
-"""Entry point: find a command and run it. Showing help imports only the standard library."""
+"""Entry point, which finds a command and runs it. Showing help imports only the standard library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = {
     "launch": "run a script in one or more processes, on one or more machines",
     "doctor": "run a few steps of a script and report what is slow, why, and what to change",
     "test": "check that this machine trains correctly as configured",
-    "env": "print versions, devices, and the current settings with their origin",
+    "env": "print versions, devices, and the current settings with their sources",
     "estimate-memory": "estimate the memory of a model before it is loaded or trained",
     "report": "write a run's report page, even for a killed run, or compare two runs",
     "merge-weights": "write the weights of a sharded checkpoint as one safetensors file",
@@ -26,15 +26,15 @@ COMMANDS = {
     "checkpoint verify": "verify every byte against the checksums",
     "checkpoint prune": "delete all checkpoints except the newest and the best",
     "checkpoint export": "write a checkpoint in another format",
-    "checkpoint convert": "write a copy of another program's checkpoint that contains only plain data",
+    "checkpoint convert": "convert another program's checkpoint to a file that contains only plain data",
 }
 _GROUPS = {"checkpoint": "list, verify, prune and convert checkpoints"}
 #: Commands of Accelerate that Paceline does not need.
 _NOT_HERE = {
     "to-fsdp2": "Paceline uses FSDP 2, and reads Accelerate's FSDP 1 settings files unchanged: paceline launch "
     "--config_file FILE train.py",
-    "tpu-config": "it runs commands on the machines of a TPU pod. On each of them, run paceline launch --tpu with "
-    "--num_machines, --machine_rank and --main_process_ip",
+    "tpu-config": "Paceline does not run commands on all machines of a TPU pod. Instead, run paceline launch --tpu on "
+    "each machine, with --num_machines, --machine_rank and --main_process_ip",
 }
 
 #: Exit status of a command that failed.

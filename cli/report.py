@@ -14,8 +14,8 @@ from ..report.history import History
 Parts = list[tuple[str, list[Any]]]
 
 _EPILOG = """\
-A run has a record if it used Trainer(callbacks=[RunReport()]). The page is rebuilt from the record, even
-while the run continues or after it was killed.
+A run has a record if it used Trainer(callbacks=[RunReport()]). The page is created from the record, even
+while the run continues or after the run was killed.
 """
 
 
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "runs",
         metavar="RUN",
         nargs="+",
-        help="a run's folder (its newest record is used), or a record; pass two to compare them",
+        help="a run's folder (the newest record in it is used), or a record; pass two to compare two runs",
     )
     parser.add_argument(
         "--output",

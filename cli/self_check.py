@@ -1,4 +1,4 @@
-"""The checks that ``paceline test`` runs in each process, to find out if training works as configured."""
+"""The checks that ``paceline test`` runs in each process, to find out whether training works as configured."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _told(error: Exception) -> int:
 
 
 def check_group(accelerator: Accelerator) -> Iterable[str]:
-    """Check that every process is in the group exactly once and that no two processes share a GPU."""
+    """Check that every process is in the process group exactly once, and that no two processes share a GPU."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != asked:
         yield f"{asked} processes were started, but the group has {accelerator.num_processes}"
@@ -88,7 +88,7 @@ def check_collectives(accelerator: Accelerator) -> Iterable[str]:
 
 
 def check_data(accelerator: Accelerator) -> Iterable[str]:
-    """Check that an epoch contains every sample, and that gather_for_metrics returns each one once, in order."""
+    """Check that an epoch contains every sample, and that gather_for_metrics returns each sample once, in order."""
     samples = torch.arange(_SAMPLES)
     size = 2 * _ranks_of_a_batch(accelerator)
     shuffled = accelerator.prepare(DataLoader(TensorDataset(samples), size, shuffle=True))
@@ -99,11 +99,11 @@ def check_data(accelerator: Accelerator) -> Iterable[str]:
     ordered = accelerator.prepare(DataLoader(TensorDataset(samples), size))
     gathered = [number for (batch,) in ordered for number in accelerator.gather_for_metrics(batch).tolist()]
     if gathered != samples.tolist():
-        yield f"gather_for_metrics gave {gathered} instead of 0 to {_SAMPLES - 1} once each"
+        yield f"gather_for_metrics returned {gathered} instead of each number from 0 to {_SAMPLES - 1} once"
 
 
 def check_training(accelerator: Accelerator) -> Iterable[str]:
-    """Check that a few updates give the same weights as plain PyTorch in a single process on all the data."""
+    """Check that a few updates result in the same weights as plain PyTorch in a single process on all the data."""
     x, y, model = _task(accelerator)
     alone = copy.deepcopy(model)
     trained = _train(accelerator, model, x, y)
@@ -116,7 +116,7 @@ def check_training(accelerator: Accelerator) -> Iterable[str]:
     off = ((got - right).norm() / right.norm()).item()
     allowed = TOLERANCE.get(accelerator.mixed_precision, TOLERANCE["fp16"])
     if not off <= allowed:
-        yield f"the trained model's outputs differ from a single process's by {off:.1e} (allowed: {allowed:.0e})"
+        yield f"the trained model's outputs differ by {off:.1e} from those of a single process (allowed: {allowed:.0e})"
 
 
 def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
@@ -152,12 +152,12 @@ CHECKS: dict[str, Callable[[Accelerator], Iterable[str]]] = {
 
 
 def _ranks_of_a_batch(accelerator: Accelerator) -> int:
-    """Return the number of data ranks that share a loader's batch: all of them with split_batches, otherwise 1."""
+    """Return the number of data ranks that share a loader's batch: all data ranks with split_batches, otherwise 1."""
     return accelerator.strategy.num_data_ranks if accelerator.dataloader_config.split_batches else 1
 
 
 def _task(accelerator: Accelerator) -> tuple[Tensor, Tensor, nn.Module]:
-    """Return inputs, targets and a model, identical on all ranks, with a batch of 8 samples for each data rank."""
+    """Return inputs, targets and a model, which are identical on all ranks; there are 8 samples for each data rank."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8 * accelerator.strategy.num_data_ranks, 8, generator=generator)
     torch.manual_seed(2)

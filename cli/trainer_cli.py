@@ -44,10 +44,10 @@ class SaveConfigCallback(Callback):
         parser: the parser that read the config.
         config: the parsed config.
         config_filename: name of the file.
-        overwrite: replace an existing file. If False, an existing file is an error, unless a fit resumes from a
-            checkpoint.
-        multifile: write one file for each config file that was read.
-        save_to_log_dir: write the file. If False, override :meth:`save_config` to save the config elsewhere.
+        overwrite: whether to replace an existing file. If False, an existing file causes an error, unless a fit resumes
+            from a checkpoint.
+        multifile: whether to write one file for each config file that was read.
+        save_to_log_dir: whether to write the file. If False, override :meth:`save_config` to save the config elsewhere.
 
     Raises:
         ValueError: if ``save_to_log_dir=False`` and ``save_config`` is not overridden.
@@ -68,12 +68,12 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
         if not save_to_log_dir and overridden(self, "save_config", SaveConfigCallback) is None:
             raise ValueError(
-                f"{type(self).__name__}(save_to_log_dir=False) saves nothing, because it does not override "
+                f"{type(self).__name__}(save_to_log_dir=False) saves nothing, because the class does not override "
                 "save_config(trainer, pl_module, stage). Override that method, or leave out save_to_log_dir."
             )
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Save the config on rank 0; raise an error on all ranks if that fails."""
+        """Save the config on rank 0; if saving fails, raise an error on all ranks."""
         if self.already_saved:
             return
         problem: Exception | None = None
@@ -92,7 +92,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Override this to save the config elsewhere too. It is called only on rank 0.
+        """Override this method to save the config elsewhere too. The method is called only on rank 0.
 
         Args:
             trainer: the run's Trainer.
@@ -122,8 +122,8 @@ def _resumes(trainer: Trainer, stage: str) -> bool:
 class TrainerCLI:
     """Runs a Trainer from the command line: ``python train.py fit --model.lr=0.1 --config run.yaml``.
 
-    The arguments come from the classes' ``__init__``. The attributes ``trainer``, ``model`` and ``datamodule`` are the
-    created objects, and ``config`` is the parsed config. To change a step, override its method.
+    The arguments come from the classes' ``__init__`` methods. The attributes ``trainer``, ``model`` and ``datamodule``
+    are the created objects, and ``config`` is the parsed config. To change one of the steps below, override its method.
 
     Args:
         model_class: a TrainingModule class, or a function that returns an instance. If None, the user chooses a class
@@ -136,18 +136,18 @@ class TrainerCLI:
         trainer_class: the Trainer class, or a function that returns an instance.
         trainer_defaults: values that replace the defaults of Trainer arguments. Callbacks given here are added to the
             user's callbacks.
-        seed_everything_default: default value of ``--seed_everything``: a seed, True for the seed that the environment
-            sets (0 if it sets none), or False for no seeding.
+        seed_everything_default: default value of ``--seed_everything``: a seed, True for the seed in the environment (0
+            if there is none), or False for no seeding.
         parser_kwargs: arguments for the parser or, under a subcommand's name, for that subcommand's parser.
         parser_class: class of the parser.
-        subclass_mode_model: let the user choose a subclass of ``model_class``.
-        subclass_mode_data: let the user choose a subclass of ``datamodule_class``.
+        subclass_mode_model: whether to let the user choose a subclass of ``model_class``.
+        subclass_mode_data: whether to let the user choose a subclass of ``datamodule_class``.
         args: the arguments to parse. If None, the command line's arguments are used.
-        run: add subcommands and run the chosen one. If False, only create the objects.
-        auto_configure_optimizers: let the user choose an optimizer and a scheduler, which then replace
-            ``configure_optimizers``.
-        load_from_checkpoint_support: make ``save_hyperparameters`` store arguments as they were parsed, so that
-            ``load_from_checkpoint`` can recreate the objects.
+        run: whether to add subcommands and run the chosen subcommand. If False, only create the objects.
+        auto_configure_optimizers: whether to let the user choose an optimizer and a scheduler, which are then used
+            instead of those from ``configure_optimizers``.
+        load_from_checkpoint_support: whether to make ``save_hyperparameters`` store arguments as they were parsed, so
+            that ``load_from_checkpoint`` can recreate the objects.
 
     Raises:
         ModuleNotFoundError: if jsonargparse is not installed.
@@ -234,7 +234,7 @@ class TrainerCLI:
             subcommands.add_subcommand(name, parser, help=help_line)
 
     def _needed_subcommands(self) -> list[str]:
-        """Return the subcommands whose arguments are needed: all, or only the named ones if help is requested."""
+        """Return the subcommands that need arguments: all or, if help is requested, those on the command line."""
         names = list(self.subcommands())
         words = sys.argv[1:] if self._args is None else self._args
         if not isinstance(words, list) or {"-h", "--help"}.isdisjoint(words):
@@ -273,7 +273,7 @@ class TrainerCLI:
         )
 
     def add_arguments_to_parser(self, parser: ArgumentParser) -> None:
-        """Override this to add arguments, or to link arguments with ``parser.link_arguments``."""
+        """Override this method to add arguments, or to link arguments with ``parser.link_arguments``."""
 
     def _add_arguments(self, parser: ArgumentParser) -> None:
         self.add_core_arguments_to_parser(parser)
@@ -288,7 +288,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: ArgumentParser) -> None:
-        """Link each optimizer and scheduler that was added with ``link_to`` to the argument that ``link_to`` names."""
+        """Link each optimizer and scheduler that was added with ``link_to`` to the argument specified there."""
         for key, (chosen, link_to) in {**parser.optimizers, **parser.lr_schedulers}.items():
             if link_to != "AUTOMATIC":
                 make = None if isinstance(chosen, tuple) else partial(with_class_path, chosen)
@@ -298,7 +298,7 @@ class TrainerCLI:
         """Parse the arguments into :attr:`config`."""
         if args is not None and len(sys.argv) > 1:
             messages.warn(
-                f"{type(self).__name__} got args=..., so these command line arguments have no effect: "
+                f"{type(self).__name__} got args=..., so the following command line arguments have no effect: "
                 f"{sys.argv[1:]}. Pass either args or command line arguments."
             )
         if isinstance(args, Mapping | Namespace):
@@ -325,8 +325,8 @@ class TrainerCLI:
                 self.config = self.parser.parse_object({str(self.subcommand): {"model": saved}}, before)
         except SystemExit:
             messages.error(
-                f"Parsing of ckpt_path hyperparameters failed: the hyperparameters in {str(path)!r} are not arguments "
-                "of this model. Choose the model class that the checkpoint was saved with."
+                f"Parsing of ckpt_path hyperparameters failed, because the hyperparameters in {str(path)!r} are not "
+                "arguments of this model. Choose the model class that the checkpoint was saved with."
             )
             raise
         if self.config != before:
@@ -348,7 +348,7 @@ class TrainerCLI:
     # ---- the objects -----------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Override this to run code before the objects are created."""
+        """Override this method to run code before the objects are created."""
 
     def instantiate_classes(self) -> None:
         """Create :attr:`datamodule`, :attr:`model` and :attr:`trainer`."""
@@ -366,13 +366,13 @@ class TrainerCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Override this to run code after the objects are created."""
+        """Override this method to run code after the objects are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Create a Trainer from the config.
 
         Args:
-            **kwargs: arguments that override the config's.
+            **kwargs: arguments that override those in the config.
         """
         config = {**dict(self._get(self.config_init, "trainer", {}).items()), **kwargs}
         keys = self._parser(self.subcommand).callback_keys
@@ -382,8 +382,8 @@ class TrainerCLI:
         if "callbacks" not in config:
             owner = self.trainer_class
             messages.warn(
-                f"{getattr(owner, '__qualname__', owner)} does not expose the argument 'callbacks', so the "
-                "callbacks from the command line are not used. Add the argument to its __init__."
+                f"{getattr(owner, '__qualname__', owner)} does not expose the argument 'callbacks', so the callbacks "
+                "from the command line are not used. Add the argument 'callbacks' to its signature."
             )
             return self.trainer_class(**config)
         more = _as_list(self.trainer_defaults.get("callbacks"))
@@ -405,7 +405,7 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: TrainingModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Build the return value of the module's ``configure_optimizers`` when the user has chosen an optimizer.
+        """Return the value that the module's ``configure_optimizers`` returns if the user has chosen an optimizer.
 
         Override this method to change the return value.
 
@@ -431,7 +431,7 @@ class TrainerCLI:
         if len(optimizers) > 1 or len(schedulers) > 1:
             raise ValueError(
                 f"{type(self).__name__} can configure one optimizer and one scheduler, but the parser has "
-                f"{messages.names([*optimizers, *schedulers], 'and')}. Add each one with link_to=, and create "
+                f"{messages.names([*optimizers, *schedulers], 'and')}. Add each of these with link_to=..., and create "
                 "them with instantiate_class in the module's configure_optimizers."
             )
         chosen = [self._chosen(key, parser.optimizers) for key in optimizers]
@@ -459,7 +459,7 @@ class TrainerCLI:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call ``before_<subcommand>()`` if defined, the Trainer method, and ``after_<subcommand>()`` if defined."""
+        """Call ``before_<subcommand>()``, the Trainer method, and ``after_<subcommand>()``, skipping undefined ones."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         run(**self._prepare_subcommand_kwargs(subcommand))
@@ -510,13 +510,13 @@ class _Keeping:
 
 
 def _configure_optimizers(configure: Callable[..., Any], module: TrainingModule, optimizer: Any, scheduler: Any) -> Any:
-    """Create the optimizer and scheduler when the Trainer needs them; the parameters are not final before then."""
+    """Create the optimizer and scheduler when the Trainer needs them, because only then are the parameters final."""
     made = instantiate_class(module.parameters(), optimizer)
     return configure(module, optimizer=made, lr_scheduler=scheduler and instantiate_class(made, scheduler))
 
 
 def _automatic(registered: dict[str, tuple[Any, str]], kinds: Any) -> list[str]:
-    """Return the names of the arguments whose classes ``configure_optimizers`` uses."""
+    """Return the names of the arguments for the optimizers and schedulers that ``configure_optimizers`` uses."""
     return [
         key
         for key, (chosen, link_to) in registered.items()

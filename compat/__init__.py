@@ -1,4 +1,4 @@
-"""Replacements for other packages, with which programs written for those packages run on Paceline."""
+"""Replacements for other packages, so that programs written for those packages run on Paceline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_path")
 
 
 def install(*names: str) -> None:
-    """Make ``import lightning`` or ``import accelerate`` import Paceline from now on, in this process and its children.
+    """Make ``import lightning`` or ``import accelerate`` import Paceline, in this process and its child processes.
 
-    Call this before anything imports the package, and before importing libraries that check whether it is installed.
-    The real package, if installed, is neither changed nor imported. Repeated calls have no effect.
+    Call this before the package is imported, and before importing libraries that check whether it is installed. The
+    real package, if installed, is neither changed nor imported. Repeated calls have no effect.
 
     Args:
         names: ``"lightning"``, ``"accelerate"`` or both.
@@ -44,7 +44,7 @@ def install_from_environment() -> None:
 
 
 def found_on_path(root: str) -> ModuleType:
-    """Replace a package that this process found in a folder of ``on_path``, and import the replacement."""
+    """Replace the package that a module in a folder of ``on_path`` stands for, and import the replacement."""
     install(next(name for name in PACKAGES if root in _package(name).roots))
     return importlib.import_module(root)
 
@@ -54,7 +54,7 @@ def _package(name: str) -> finder.Package:
 
 
 def _tell_children(name: str) -> None:
-    """Make Python processes started by this one find the replacement too."""
+    """Make Python processes that this process starts find the replacement too."""
     named = [one for one in os.environ.get(VARIABLE, "").split(",") if one]
     if name not in named:
         os.environ[VARIABLE] = ",".join([*named, name])

@@ -1,4 +1,4 @@
-"""Run a program with Paceline in place of a package: ``python -m paceline.compat lightning train.py ...``."""
+"""Runs a program with Paceline in place of a package: ``python -m paceline.compat lightning train.py ...``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(_USAGE)
     packages, program, *rest = arguments
     if program in ("-m", "-c") and not rest:
-        raise SystemExit(f"python -m paceline.compat: {program} needs a module or code after it.\n{_USAGE}")
+        raise SystemExit(f"python -m paceline.compat: {program} must be followed by a module or by code.\n{_USAGE}")
     install(*packages.split(","))
     if program == "-m":
         sys.argv[:] = rest

@@ -1,4 +1,4 @@
-"""Redirect imports of other packages to Paceline. All replacements share this code."""
+"""Redirects imports of other packages to Paceline. All replacements share this code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNKNOWN: Any = object()
 
 @dataclass
 class Target:
-    """The place where Paceline defines a name: a module and the name in it ("" for the module itself)."""
+    """The place where Paceline defines a name: a module, and the name in that module ("" for the module itself)."""
 
     module: str
     name: str
@@ -56,17 +56,18 @@ class Package:
 
     Attributes:
         name: the name under which the package is imported.
-        version: the version of the package that has these names; programs see this version as the installed one.
+        version: the version of the package that has these names. Programs see it as the installed version.
         modules: the names in each module, by the module's full name.
-        everywhere: names that each module also has, because the package's modules import them from each other.
-        constants: values of names that Paceline itself does not use.
+        everywhere: names that every module has as well, because the package's modules import them from each other.
+        constants: values by name, for names that Paceline itself does not use.
         aliases: maps names of other packages to the corresponding modules, such as ``pytorch_lightning`` to
             ``lightning.pytorch``.
         distributions: distribution names that ``importlib.metadata`` reports as installed.
-        fallback: function that returns the value for a name that is in none of these tables, or UNKNOWN.
-        on_import: called when the first module is imported.
-        homepage: the home page in the metadata.
-        check_early: libraries that check only once, at import time, whether the package is installed.
+        fallback: function that returns the value for a name that is in none of these tables, or UNKNOWN if there is
+            none.
+        on_import: function to call when the first module of the package is imported.
+        homepage: the home page that the package's metadata contains.
+        check_early: names of libraries that check only once, at import time, whether the package is installed.
     """
 
     name: str
@@ -122,8 +123,8 @@ class Alias(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         elif (value := package.fallback(name)) is UNKNOWN:
             raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {package.name}, but has "
-                f"nothing by that name.{messages.did_you_mean(name, list(self._targets))}"
+                f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {package.name}, but has no "
+                f"replacement for this name.{messages.did_you_mean(name, list(self._targets))}"
             )
         vars(self)[name] = value
         return value
@@ -133,7 +134,7 @@ class Alias(ModuleType):
         return self._targets.get(name) or self._package.everywhere.get(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a name both in this module and in Paceline's, so that a test can replace (mock) it.
+        """Set a name both in this module and in Paceline's, so that a test can mock the object that has this name.
 
         Importing a submodule does not hide a function of the same name.
         """
@@ -177,7 +178,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Create the module, or return the one that already exists under another name."""
+        """Create the module, or return the module if it already exists under another name."""
         if not self._imported:
             self._imported = True
             self.package.on_import()
@@ -189,13 +190,13 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return Alias(spec.name, self.package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set the version; restore the spec of a module that already exists under another name."""
+        """Set the module's version; if the module already exists under another name, restore its spec."""
         if module.__spec__ is not None and module.__spec__.loader_state is not None:
             module.__spec__ = module.__spec__.loader_state
         vars(module).setdefault("__version__", self.package.version)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Return the package's distribution that ``context`` names, or all of them if ``context`` has no name."""
+        """Return the package's distribution that ``context`` requests, or all distributions if it has no name."""
         name = getattr(context, "name", None)
         if name is None and _looks_in_folders(context):
             return []
@@ -242,11 +243,11 @@ class _Placeholder(type):
 
 
 def placeholder(name: str, why: str) -> type:
-    """Create a class that works in ``isinstance`` and as a base class; calling it raises NotImplementedError.
+    """Create a class that works in ``isinstance`` and as a base class, but raises NotImplementedError if called.
 
     Args:
         name: the class's name in the replaced package.
-        why: the error message after the name, without the final period.
+        why: the part of the error message that follows the name, without the final period.
     """
     return _Placeholder(name, (), {"why": f"{name} {why}."})
 
@@ -256,7 +257,7 @@ def _normal(name: str) -> str:
 
 
 def _name(distribution: importlib.metadata.Distribution) -> str:
-    """Return the normal form of a distribution's name, without reading its metadata if its folder has the name."""
+    """Return a distribution's normalized name; read its metadata only if the name of its folder does not contain it."""
     return _normal(getattr(distribution, "_normalized_name", None) or distribution.metadata["Name"] or "")
 
 
@@ -281,7 +282,7 @@ def _hide_installed(package: Package) -> None:
 
 
 def install(package: Package) -> bool:
-    """Redirect a package's imports to Paceline. Return False if they were already redirected.
+    """Redirect imports of a package to Paceline. Return False if they were already redirected.
 
     Raises:
         RuntimeError: if the real package has already been imported.
@@ -292,8 +293,8 @@ def install(package: Package) -> bool:
         if root in sys.modules:
             raise RuntimeError(
                 f"compat.install({package.name!r}) replaces {root} with Paceline, but the real {root} has already been "
-                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call compat.install first: before "
-                f"`import {root}`, and before importing libraries that use it."
+                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call compat.install before `import "
+                f"{root}`, and before importing libraries that use {root}."
             )
     early = [name for name in package.check_early if name in sys.modules]
     if early:

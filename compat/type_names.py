@@ -1,8 +1,8 @@
-"""Make the annotations of Paceline's methods readable at run time, for ``typing.get_type_hints``.
+"""Makes the annotations of Paceline's methods readable at run time, for ``typing.get_type_hints``.
 
 Paceline's modules import many types only for type checkers, in ``if TYPE_CHECKING:``. Programs that run on a
-replacement may read annotations, which fails if a type's name is unknown. Therefore, the names are added to the modules
-of the classes and functions that a program imports.
+replacement may read annotations, which fails if the name of a type is unknown. Therefore, these names are added to the
+modules of the classes and functions that a program imports.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _complete(module: ModuleType) -> None:
 
 
 def _import(module: ModuleType, statement: ast.ImportFrom) -> None:
-    """Import names from Paceline or from a package that is already imported; a type of any other package is Any."""
+    """Import names from Paceline or from packages that are already imported; types of other packages become Any."""
     path = importlib.util.resolve_name("." * statement.level + (statement.module or ""), module.__package__)
     known = path.startswith(f"{_PACKAGE}.") or path in sys.modules
     source = importlib.import_module(path) if known else None  # None has no attributes with these names

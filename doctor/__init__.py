@@ -1,1 +1,1 @@
-"""Performance diagnosis at almost no cost: finds what is slow in a run, why it is slow, and what to change."""
+"""Diagnoses performance at almost no cost: finds what is slow in a run, why it is slow, and what to change."""

@@ -20,7 +20,7 @@ def _waits_for_data(case: Case) -> Facts | None:
 
 
 def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
-    """Return the seconds to load a batch in a worker (or in this process), and to run a step without any waiting."""
+    """Return the seconds for loading a batch in a worker (or in this process), and for a step without waiting."""
     wait = facts.parts.get("data", 0.0) / max(facts.steps, 1)
     rest = facts.step - wait
     workers = facts.loader.get("num_workers", 0)
@@ -55,22 +55,22 @@ def data_bound(case: Case) -> Finding | None:
     where = f" on rank {facts.rank}" if len(case) > 1 else ""
     if workers is None:
         change = (
-            "Use a DataLoader with num_workers, or prepare the batches in advance: the "
+            "Use a DataLoader with num_workers, or prepare the batches in advance, because the "
             f"{facts.loader.get('kind', 'loader')} loads them in the training process."
         )
     else:
         more = f"num_workers={cores} and " if workers < cores else ""
         change = (
-            f"Use {more}a cheaper dataset: store it decoded and resized, keep it in memory if it fits, or move "
-            f"augmentation to the device. A worker may take at most {duration(rest * cores)} for a batch."
+            f"Use {more}a cheaper dataset: store decoded and resized samples, keep them in memory if they fit, or move "
+            f"augmentation to the device. A worker may take at most {duration(rest * cores)} to load a batch."
         )
     return Finding(
         "data_bound",
         f"Waiting for data takes {percent(share)} of each step{where} ({duration(share * facts.step)}).",
-        f"Loading a batch takes about {duration(fetch)} and the rest of the step {duration(rest)}. That would need "
-        f"{wanted} workers; {_cores(cores)}.",
+        f"Loading a batch takes about {duration(fetch)}, and the rest of the step takes {duration(rest)}. To keep up, "
+        f"loading would need {wanted} workers, and {_cores(cores)}.",
         change,
-        (f"{facts.step / max(rest, fetch / cores):.1f} times as fast with the workers alone. " if more else "")
+        (f"More workers make a step {facts.step / max(rest, fetch / cores):.1f} times as fast. " if more else "")
         + faster(share, "the wait"),
         share,
     )
@@ -90,7 +90,7 @@ def too_few_workers(case: Case) -> Finding | None:
         "too_few_workers",
         f"Waiting for data takes {percent(share)} of each step ({duration(share * facts.step)}) with "
         f"num_workers={workers}.",
-        f"Loading a batch takes about {duration(fetch)} and the rest of the step {duration(rest)}.",
+        f"Loading a batch takes about {duration(fetch)}, and the rest of the step takes {duration(rest)}.",
         f"Set num_workers={wanted} and persistent_workers=True; {_cores(cores)}.",
         faster(share, "the wait"),
         share,
@@ -107,8 +107,8 @@ def too_many_workers(case: Case) -> Finding | None:
     return Finding(
         "too_many_workers",
         f"The loader has num_workers={workers}, but {_cores(cores)}.",
-        "The workers compete for the cores with each other and with the training process. Each also keeps prefetched "
-        "batches in memory and takes time to start.",
+        "The workers compete for the cores with each other and with the training process. Each worker also keeps "
+        "prefetched batches in memory and takes time to start.",
         f"Set num_workers={wanted}.",
         "The first step starts earlier, less memory is used, and throughput stays the same or rises slightly.",
         share=facts.share("data") / 2,

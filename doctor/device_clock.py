@@ -1,4 +1,4 @@
-"""Measures the time of a step's parts on a GPU, with events that the host never waits for."""
+"""Measures how long the parts of a step take on a GPU, with events that the host never waits for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class DeviceClock:
     """Uses events to record when the device reaches each part of a step.
 
     Events are queued in the stream between the kernels, so the time from one event to the next is the time that the
-    device spent on a part, including waits for the host. A step's events are read some steps later, once the last
-    of them has completed.
+    device spent on a part, including waits for the host. A step's events are read some steps later, once the step's
+    last event has completed.
 
     Args:
         event: function that creates an event with ``record()``, ``query()`` and ``elapsed_time(other)`` in ms.
 
     Attributes:
-        seconds: seconds by part, summed over all steps read.
-        steps: number of steps read.
+        seconds: seconds by part, summed over all steps that have been read.
+        steps: number of steps that have been read.
     """
 
     def __init__(self, event: Callable[[], Any]) -> None:
@@ -37,7 +37,7 @@ class DeviceClock:
         self.steps = 0
 
     def __call__(self, part: int) -> None:
-        """Record that the device begins ``part``."""
+        """Record the moment when the device begins ``part``."""
         event = self._free.pop() if self._free else self._event()
         event.record()
         self._open.append((part, event))

@@ -67,7 +67,7 @@ _NOT_TIMED = (
 
 
 def part_of(action: str) -> str | None:
-    """Return the part of a step that an action belongs to; None if it is not timed."""
+    """Return the part of a step that an action belongs to; None if the action is not timed."""
     if action.endswith(_NOT_TIMED):
         return None
     for ending, part in _SUFFIXES:
@@ -85,15 +85,15 @@ def hook_of(action: str) -> str:
 class Doctor(Profiler):
     """Measures a fit and reports, even after an error, what is slow, why, and how much a change would help.
 
-    Measuring costs a few microseconds per step. Your own ``trainer.profiler.profile(name)`` blocks count toward the
-    part of the step that they are in.
+    Measuring costs a few microseconds per step. The time in your own ``trainer.profiler.profile(name)`` blocks counts
+    toward the part of the step that surrounds them.
 
     Args:
         dirpath: folder for ``doctor.html`` and ``doctor.json``; None means the folder of the run's logger.
         filename: name of both files, without extension; None means ``doctor``.
         write: whether to write the files; if False, only print the report.
         operators: whether to record every operator in the second and third steps, to find lines that wait for the
-            device and batches that are too small. Recording makes these two steps several times slower.
+            device, and batches that are too small. Recording makes these two steps several times slower.
 
     Attributes:
         report: the report, on rank 0 after a fit; None if the fit ended during the warmup.
@@ -135,7 +135,7 @@ class Doctor(Profiler):
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """Do nothing, because the user's blocks count toward the part of the step that they are in."""
+        """Do nothing, because time in the user's blocks counts toward the part of the step that surrounds them."""
 
     def stop(self, action_name: str) -> None:
         pass
@@ -152,7 +152,7 @@ class Doctor(Profiler):
         return self._steps(partial(next, iter(iterator), _END))
 
     def _steps(self, fetch: Callable[[], Any]) -> Iterator[Any]:
-        """Yield the batches, and mark a clock boundary before each of them."""
+        """Yield the batches, and mark a boundary on the clock before each batch."""
         clock, fetch = self.clock, self.clock.around("data", fetch)
         totals = clock.totals
         step = int(totals[STEPS])
@@ -170,7 +170,7 @@ class Doctor(Profiler):
             yield batch
 
     def _at(self, step: int) -> None:
-        """Handle a step boundary where something changes; ``step`` is the next step."""
+        """Start or stop recording at a boundary between two steps; ``step`` is the index of the next step."""
         clock, watch, device = self.clock, self.step_watch, self.device_clock
         if watch is not None:
             watch.end()
@@ -258,7 +258,7 @@ class Doctor(Profiler):
         self.compilations.end()
 
     def split(self) -> dict[str, float]:
-        """Return the seconds by part from the report or, without a report, from the host's clock."""
+        """Return the seconds of each part from the report or, without a report, from the host's clock."""
         if self._stage != "fit":
             return {}
         parts = dict(zip(PARTS, self.clock.totals, strict=False)) if self.report is None else self.report.ranks[0].parts
@@ -337,7 +337,7 @@ class Doctor(Profiler):
 
 
 def _per_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Return the seconds per step between two readings from the strategy."""
+    """Return the seconds of communication per step between two readings from the strategy."""
     count = after.get("steps", 0.0) - before.get("steps", 0.0)
     if count < 1:
         return {}

@@ -1,4 +1,4 @@
-"""A finding, and helpers that all findings share."""
+"""The Finding class, and helpers that all findings share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Finding:
         why: the cause.
         change: what to change.
         gain: expected gain, in words.
-        share: fraction of the time, by which findings are sorted.
-        is_note: whether the problem costs no time in this run but would on other hardware.
+        share: fraction of the time that the problem takes, by which findings are sorted.
+        is_note: whether the problem costs no time in this run, but would cost time on other hardware.
     """
 
     key: str
@@ -50,14 +50,14 @@ def duration(seconds: float) -> str:
 
 
 def there(case: Case, with_trainer: str, in_own_loop: str) -> str:
-    """Return the advice for a Trainer or for the user's own loop, whichever was measured."""
+    """Return the advice for a Trainer or the advice for the user's own loop, depending on which was measured."""
     return in_own_loop if case[0].own_loop else with_trainer
 
 
 def faster(share: float, without: str) -> str:
-    """Describe the gain from saving the given fraction of the time."""
+    """Describe the gain from saving the given fraction of a step's time."""
     times = f"{1 / max(1 - share, 0.01):.1f} times as fast"
-    return f"A step without {without} takes {percent(1 - share)} of the time: {times}."
+    return f"A step without {without} takes {percent(1 - share)} of the time, so it is {times}."
 
 
 def hooks(facts: Facts) -> dict[str, float]:

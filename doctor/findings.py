@@ -1,7 +1,7 @@
-"""All findings. Each is a function of the measured facts that returns a Finding or None.
+"""All findings. Each one is a function that takes the measured facts and returns a Finding or None.
 
 A finding says what is slow, why it is slow, what fraction of the time it takes, what to change, and the expected gain.
-The gain is estimated from the measured times; ``paceline doctor --try`` measures it.
+The gain is estimated from the measured times; ``paceline doctor --try`` measures the gain.
 """
 
 from __future__ import annotations

@@ -23,15 +23,15 @@ def memory_nearly_full(case: Case) -> Finding | None:
             return Finding(
                 "memory_nearly_full",
                 f"Tensors fill {percent(peak / total)} of the GPU's {total / 2**30:.0f} GiB on rank {facts.rank}.",
-                "A slightly larger batch would run out of memory. Before that, torch frees and reallocates memory, "
-                "which takes time.",
+                "A slightly larger batch would run out of memory. Even before memory runs out, torch frees and "
+                "reallocates memory, which takes time.",
                 there(
                     case,
                     "Use a smaller batch with accumulate_grad_batches, precision='bf16-mixed'",
                     "Use a smaller batch with gradient_accumulation_steps, mixed_precision='bf16'",
                 )
                 + ", activation checkpointing, or FSDP.",
-                "A slightly larger batch no longer runs out of memory.",
+                "A slightly larger batch will no longer run out of memory.",
                 0.05,
             )
         host, left = memory.get("host_total", 0.0), memory.get("host_available", 0.0)
@@ -39,16 +39,16 @@ def memory_nearly_full(case: Case) -> Finding | None:
             return Finding(
                 "memory_nearly_full",
                 f"Only {left / 2**30:.1f} GiB of the host's {host / 2**30:.0f} GiB are free.",
-                "When memory runs out, the system swaps or kills a process, and the run stops.",
+                "When memory runs out, the system swaps memory to disk, or kills a process, which stops the run.",
                 "Use fewer workers or a smaller prefetch_factor, or memory-map the data instead of loading it.",
-                "The run no longer fails when other programs need memory.",
+                "The run will no longer fail when other programs need memory.",
                 0.05,
             )
     return None
 
 
 def fragmentation(case: Case) -> Finding | None:
-    """Report that torch had to reallocate memory because much of it was unused between tensors."""
+    """Report that torch had to reallocate memory because of large unused gaps between tensors."""
     for facts in case:
         memory = facts.memory
         total, retries = memory.get("total", 0.0), memory.get("retries", 0.0)
@@ -56,11 +56,13 @@ def fragmentation(case: Case) -> Finding | None:
         if total and retries and idle / total >= FRAGMENTED:
             return Finding(
                 "fragmentation",
-                f"{percent(idle / total)} of the GPU's memory is unused between tensors on rank {facts.rank}.",
+                f"On rank {facts.rank}, {percent(idle / total)} of the GPU's memory lies unused in gaps between "
+                "tensors.",
                 f"torch had to return memory and allocate it again {retries:.0f} time{'' if retries == 1 else 's'}, "
                 "waiting for the GPU each time, because sizes change from step to step.",
-                "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and use batches of few different shapes.",
-                "Steps no longer wait for memory, and a larger batch fits.",
+                "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and use batches with only a few different "
+                "shapes.",
+                "Steps will no longer wait for memory, and a larger batch will fit.",
                 0.05,
             )
     return None
@@ -75,11 +77,11 @@ def oversubscribed_threads(case: Case) -> Finding | None:
     each = cores_each(facts)
     return Finding(
         "oversubscribed_threads",
-        f"{wanted} threads compute on {facts.cores} core{'' if facts.cores == 1 else 's'} "
+        f"On this machine, {wanted} threads compute on {facts.cores} core{'' if facts.cores == 1 else 's'} "
         f"({facts.local_world_size} process{'' if facts.local_world_size == 1 else 'es'} with {facts.threads} each).",
-        "The threads interrupt each other during the computation, and the first to finish wait for the last.",
+        "The threads interrupt each other during the computation, and those that finish first wait for the last one.",
         f"Set OMP_NUM_THREADS={each}, or call torch.set_num_threads({each}).",
-        "Computing on the CPU is then often 1.5 to 3 times as fast.",
+        "With fewer threads, computing on the CPU is often 1.5 to 3 times as fast.",
         0.3 if facts.device == "cpu" else 0.1,
     )
 
@@ -94,9 +96,9 @@ def numa_distance(case: Case) -> Finding | None:
         "numa_distance",
         f"{named_ranks(one.rank for one in far).capitalize()} may run on cores of {facts.numa['nodes']} NUMA nodes, "
         f"but the GPU of rank {facts.rank} is attached to node {facts.numa['device_node']}.",
-        "Batches prepared on another node take longer to reach the GPU, and so do kernel launches.",
+        "Batches that were prepared on another node take longer to reach the GPU, and kernel launches take longer too.",
         "Use paceline launch --enable_cpu_affinity, DDPStrategy(numa=True), or numactl --cpunodebind.",
-        "A step is a few percent faster, and more if much data is copied.",
+        "A step will be a few percent faster, or more than that if much data is copied.",
         0.03,
     )
 
@@ -111,7 +113,7 @@ def collection_pauses(case: Case) -> Finding | None:
         "collection_pauses",
         f"Python's garbage collector takes {percent(share)} of the time on rank {worst.rank} ({worst.collections} "
         f"runs, {duration(worst.collection_seconds / max(worst.collections, 1))} each).",
-        "It scans all objects of the program, or the step itself calls gc.collect().",
+        "The collector scans all objects of the program, or the step itself calls gc.collect().",
         there(
             case,
             "Use Trainer(callbacks=[GarbageCollection()]), which freezes existing objects and collects on all ranks at "

@@ -27,7 +27,7 @@ class Facts:
     """The measurements of one process in a run.
 
     Attributes:
-        own_loop: whether the loop is the user's, with an Accelerator instead of a Trainer.
+        own_loop: whether the loop is the user's own, with an Accelerator, instead of a Trainer's.
         steps: number of measured batches, without the warmup in which memory is allocated and graphs are compiled.
         seconds: host seconds by part, over the measured steps; they add up to the elapsed time.
         device_seconds: device seconds by part, scaled to all measured steps; empty without a GPU.
@@ -36,8 +36,8 @@ class Facts:
         run_parts: seconds of the entire run, by part.
         often: number of measured steps in which a validation or a checkpoint took significant time.
         hooks: seconds by hook, such as ``"MyCallback.on_train_batch_end"``, over the measured steps, slowest first.
-        communication: gradient communication in seconds per step: all of it (``all``), and the part that the backward
-            pass did not hide (``exposed``); empty if not measured.
+        communication: seconds of gradient communication per step, in total (``all``), and as far as the backward pass
+            did not hide them (``exposed``); empty if not measured.
         operators: number of operators that a step calls; None if unknown.
     """
 
@@ -95,7 +95,7 @@ class Facts:
 
     @property
     def exposed(self) -> float:
-        """Seconds that the measured steps spent only on waiting for gradients."""
+        """Seconds of the measured steps in which this process only waited for gradients."""
         return self.communication.get("exposed", 0.0) * self.updates
 
     def share(self, *names: str) -> float:
@@ -118,12 +118,12 @@ class Facts:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples per second of this process."""
+        """Number of samples that this process trains on per second."""
         return None if not self.batch_size or not self.step else self.batch_size / self.step
 
 
 def from_rows(facts: Facts, rows: list[tuple[float, ...]], warm_up: int) -> None:
-    """Fill in times from a clock's rows, for the steps after the first ``warm_up`` steps."""
+    """Fill in the times of the steps after the first ``warm_up`` steps, from a clock's rows."""
     count = len(PARTS)
     first = next((i for i, row in enumerate(rows) if row[count] >= warm_up), None)
     if first is None or rows[-1][count] - rows[first][count] < 1:
@@ -158,7 +158,7 @@ def usable_cores() -> int:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Return the bytes of host and device memory, as far as they are known."""
+    """Return the total, used and available bytes of host and device memory, as far as they are known."""
     found: dict[str, float] = {}
     try:
         lines = Path("/proc/meminfo").read_text()

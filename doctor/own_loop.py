@@ -26,7 +26,7 @@ _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 
 
 class OwnLoop:
-    """Times an Accelerator's methods and prepared objects, and gives the doctor the facts about the user's loop.
+    """Times an Accelerator's methods and prepared objects, and provides facts about the user's loop to the doctor.
 
     The Accelerator uses this object when it binds its methods, models, optimizers and loaders.
     """
@@ -41,8 +41,8 @@ class OwnLoop:
     def examined(self) -> Iterator[Doctor]:
         """Context manager for a loop. At the end, all ranks together create, print and write the report.
 
-        Objects prepared inside the context are measured too. If an error ends the loop, the report covers the steps
-        that rank 0 has finished.
+        Objects that are prepared inside the context are measured too. If an error ends the loop, the report covers the
+        steps that rank 0 has finished.
         """
         examiner = self.examiner
         examiner.setup("fit", self.accelerator.local_process_index, self.accelerator.project_dir)
@@ -79,7 +79,7 @@ class OwnLoop:
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds spent on communication so far, for the first trained model."""
+        """Seconds that the first trained model has spent on communication so far."""
         return next((told for one in self._replicas() if (told := one.communication_seconds())), None) or {}
 
     def measure_communication(self) -> None:
@@ -119,7 +119,7 @@ class OwnLoop:
     # ---- while the Accelerator binds ---------------------------------------------------------------------------------
 
     def around(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Return ``function`` with its time counted toward a part of the step."""
+        """Return a version of ``function`` whose duration counts toward a part of the step."""
         return self.examiner.clock.around(part, function)
 
     def loader_to_prepare(self, loader: Any) -> Any:
@@ -127,11 +127,11 @@ class OwnLoop:
         return self.examiner.loader_to_prepare(loader)
 
     def one_pass(self, loader: Any, hand_out: Callable[..., Generator[Any]], iterator: Iterator[Any]) -> Generator[Any]:
-        """Measure a pass over a loader; it counts as evaluation if every model is in eval mode.
+        """Measure a pass over a loader; the pass counts as evaluation if every model is in eval mode.
 
         Args:
             loader: the prepared loader.
-            hand_out: yields the batches of an iterator to the loop.
+            hand_out: function that yields the batches of an iterator to the loop.
             iterator: the batches on their device.
         """
         if self.modules and not any(module.training for module in self.modules):
@@ -140,14 +140,14 @@ class OwnLoop:
         return hand_out(self.batches(iterator))
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over a training pass's batches; it times how long the loop waits for each batch."""
+        """Return an iterator over a training pass's batches that measures how long the loop waits for each batch."""
         return self.examiner.iterate(_FETCH, iterator)
 
     def training_ends(self) -> None:
         """Called by ``accelerator.end_training()``."""
 
     def _evaluation(self, batches: Iterator[Any]) -> Generator[Any]:
-        """Yield the batches; all time until the last batch has been processed counts as evaluation."""
+        """Yield the batches; all time until the loop has processed the last batch counts as evaluation."""
         clock = self.examiner.clock
         before, clock.held = clock.enter(INDEX["evaluation"]), True
         try:
@@ -196,13 +196,13 @@ class PlannedLoop(OwnLoop):
             self.examiner.teardown("fit")
 
     def _finish_if_it_went_well(self) -> None:
-        """Write the report when the program ends, unless it failed: writing the report requires every process."""
+        """Write the report when the program ends, unless it failed, because the report requires every process."""
         if getattr(sys, "last_value", None) is None:
             self.training_ends()
 
 
 def _judge_what_is_done(examiner: Doctor) -> None:
-    """Report on a loop that was stopped by an error, without hiding that error."""
+    """Report on a loop that was stopped by an error, without hiding the error."""
     try:
         examiner.interrupted()
         examiner.describe()

@@ -20,12 +20,12 @@ def _own(facts: Facts) -> float:
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that the slowest rank, which waits for no other rank, waits for gradients."""
+    """Return the seconds per step that gradients are in transit, which is how long the slowest rank waits."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
 def _some_are_missing(case: Case) -> bool:
-    """Return True if some ranks were not measured. A wait for gradients may then be a wait for one of these ranks."""
+    """Return True if some ranks were not measured. If so, a wait for gradients may be a wait for one of these ranks."""
     return len(case) < case[0].world_size
 
 
@@ -38,13 +38,13 @@ def model_too_small(case: Case) -> Finding | None:
     alone, together = n * compute, compute + wait
     return Finding(
         "model_too_small",
-        f"{n} processes are slower than one: a step waits {duration(wait)} for gradients and computes for "
-        f"{duration(compute)}.",
-        f"One process would compute the whole batch in at most {duration(alone)}; {n} processes take "
+        f"{n} processes are slower than a single one, because a step waits {duration(wait)} for gradients but "
+        f"computes for only {duration(compute)}.",
+        f"One process would compute the whole batch in at most {duration(alone)}, whereas {n} processes take "
         f"{duration(together)}.",
         f"Use {there(case, 'Trainer(devices=1)', 'paceline launch --num_processes 1')} with the whole batch. Several "
-        "processes pay off when a step spends more time computing than communicating.",
-        f"A step is at least {together / alone:.1f} times as fast; paceline doctor --try measures it.",
+        "processes pay off if a step spends more time on computing than on communicating.",
+        f"A step will be at least {together / alone:.1f} times as fast; paceline doctor --try measures the speedup.",
         wait / max(together, 1e-12),
     )
 
@@ -58,15 +58,15 @@ def communication_bound(case: Case) -> Finding | None:
         return None
     size = facts.parameter_bytes / 1e6
     often = there(case, "accumulate_grad_batches=4", "Accelerator(gradient_accumulation_steps=4)")
-    half = " DDPStrategy(ddp_comm_hook='bf16') halves the bytes." if facts.device == "cuda" else ""
+    half = " DDPStrategy(ddp_comm_hook='bf16') halves the bytes to send." if facts.device == "cuda" else ""
     return Finding(
         "communication_bound",
         f"Waiting for gradients takes {percent(share)} of each step ({duration(wait)}) on every rank.",
-        f"{facts.world_size} processes exchange {size:.3g} MB of gradients, and the backward pass hides only part of "
-        "that time.",
-        f"Set {often} to communicate a quarter as often, or use a larger batch, which computes longer for the same "
-        f"bytes.{half}",
-        f"Training is about {1 / (1 - share * 0.75):.1f} times as fast with a quarter of the communication.",
+        f"{facts.world_size} processes exchange {size:.3g} MB of gradients, and only a part of this communication "
+        "overlaps with the backward pass.",
+        f"Set {often} to communicate only a quarter as often, or use a larger batch, which increases computation but "
+        f"not communication.{half}",
+        f"With a quarter of the communication, training is about {1 / (1 - share * 0.75):.1f} times as fast.",
         share,
     )
 
@@ -93,11 +93,12 @@ def stragglers(case: Case) -> Finding | None:
     waiting = named_ranks(facts.rank for facts in others)
     return Finding(
         "stragglers",
-        f"Rank {slowest.rank} takes {duration(lost)} longer for a step than the others, and {waiting} "
+        f"Rank {slowest.rank} takes {duration(lost)} longer for a step than the other ranks, and {waiting} "
         f"wait{'s' if len(others) == 1 else ''} {percent(share)} of the time.",
-        f"It spends {duration(late[part])} more per step on {WORDS[part]}{f': {named}' if named else ''}.",
-        "Look for differences on that rank: longer samples (sort or bucket them), other programs on its cores or "
-        "GPU, an overheated GPU, a slower disk.",
+        f"Rank {slowest.rank} spends {duration(late[part])} more per step on "
+        f"{WORDS[part]}{f': {named}' if named else ''}.",
+        "Look for differences between that rank and the others: longer samples (sort or bucket them), other programs "
+        "on its cores or GPU, an overheated GPU, a slower disk.",
         faster(share, "the wait"),
         share,
     )

@@ -26,7 +26,7 @@ class Report:
 
     Attributes:
         ranks: each rank's facts, in rank order.
-        findings: the findings, largest first.
+        findings: the findings, those that take the most time first.
         trials: the changes that ``--try`` has tried, as rows of (what, samples per second, factor).
     """
 
@@ -59,18 +59,18 @@ class Report:
         rate = f", {speed * first.world_size:,.0f} samples per second" if speed else ""
         head = f"A step takes {duration(first.step)}{rate}.{self._alone()}"
         if not self.problems:
-            return f"{head} Nothing stands out: the time goes into the model.{self._tried()}"
+            return f"{head} Nothing stands out, because most of the time is spent in the model.{self._tried()}"
         worst = self.problems[0]
         more = len(self.problems) - 1
-        others = f" {more} more finding{'s' if more > 1 else ''} below." if more else ""
+        others = f" See {more} more finding{'s' if more > 1 else ''} below." if more else ""
         return f"{head} {worst.what} {worst.change}{others}{self._tried()}"
 
     def _alone(self) -> str:
-        """Return a sentence that says which ranks the report covers, or an empty string if it covers all."""
+        """Return a sentence that says which ranks the report covers, or an empty string if it covers all ranks."""
         count = self.ranks[0].world_size
         if len(self.ranks) == count:
             return ""
-        return f" This report covers only rank 0 of {count}, because the run ended early."
+        return f" This report covers only rank 0 of {count} ranks, because the run ended early."
 
     def _tried(self) -> str:
         """Return a sentence about the changes that were tried, or an empty string if there are none."""
@@ -78,10 +78,10 @@ class Report:
         if best is None:
             return ""
         if len(self.trials) > 1 and all("error" in row for row in self.trials[1:]):
-            return " All of the tried changes failed; the table shows why."
+            return " All changes that were tried failed; the table shows why."
         if best["factor"] == 1.0:
-            return " None of the tried changes is faster."
-        return f" Of the changes tried, {best['what']} is best: {best['factor']:.2f} times as fast."
+            return " None of the changes that were tried is faster."
+        return f" Of the changes that were tried, {best['what']} is best ({best['factor']:.2f} times as fast)."
 
     def text(self) -> str:
         """Return the report as plain text."""
@@ -96,7 +96,7 @@ class Report:
         return "\n".join(lines).rstrip()
 
     def scaling(self) -> str:
-        """Return a sentence about the scaling efficiency, or an empty string if no run of one process was tried."""
+        """Return a sentence about the scaling efficiency, or an empty string if no run with one process was tried."""
         count = self.ranks[0].world_size
         alone = next((row.get("samples_per_second") for row in self.trials if "one process" in row["what"]), None)
         together = self.trials[0].get("samples_per_second") if self.trials else None
@@ -104,12 +104,12 @@ class Report:
             return ""
         factor = together / alone
         return (
-            f"{count} processes handle {factor:.2f} times as many samples as one: a scaling efficiency of "
-            f"{percent(factor / count)}."
+            f"{count} processes train on {factor:.2f} times as many samples per second as one process, which is a "
+            f"scaling efficiency of {percent(factor / count)}."
         )
 
     def _rows(self) -> list[list[str]]:
-        """Return table rows with the time of each part of a step on each rank, without parts that took no time."""
+        """Return table rows with the time of each part of a step on each rank; parts that took no time are left out."""
         shown, ranks = self._shown(), self.ranks[:8]
         header = ["part of a step"]
         for facts in ranks:
@@ -192,7 +192,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
-        """Create a report from a JSON file's data."""
+        """Create a report from the data in a JSON file."""
         ranks = [Facts(**{key: value for key, value in one.items() if key != "parts"}) for one in data["ranks"]]
         return cls(ranks, [Finding(**one) for one in data["findings"]], data.get("trials", []))
 
@@ -240,7 +240,7 @@ class Report:
             }
             found.append(stacked_bars(bars, "ms"))
         if self.ranks[0].device_seconds:
-            found.append(paragraph("The parts show how the device spent its time; the step time is the host's."))
+            found.append(paragraph("The device's time was measured for the parts, but the host's time for the step."))
         return found
 
     def _line(self) -> Html:
@@ -280,5 +280,5 @@ def _reasons(finding: Finding) -> list[str]:
 
 
 def _after_colon(text: str) -> str:
-    """Return a sentence as it is written after a colon: in lowercase unless it starts with a name."""
+    """Return a sentence in the form for use after a colon, in lowercase unless the sentence starts with a name."""
     return text[0].lower() + text[1:] if re.match(r"[A-Z][a-z]*[ ,:]", text) else text

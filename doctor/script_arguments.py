@@ -1,4 +1,4 @@
-"""Trainer arguments in a script that ``paceline doctor`` runs; the plan's arguments override the script's."""
+"""Trainer arguments in a script that ``paceline doctor`` runs, where the plan's arguments override the script's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ARGUMENTS = ("devices", "strategy", "compile", "accumulate_grad_batches", "preci
 
 
 def overruled(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a Trainer's arguments with the plan's changes; unchanged if there is no plan."""
+    """Return a Trainer's arguments with the plan's changes; return them unchanged if there is no plan."""
     plan = Plan.found()
     if plan is None:
         return given

@@ -31,7 +31,7 @@ class Plan:
     change: dict[str, Any] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variable to set for the script."""
+        """Return the environment variable that passes this plan to the script."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod

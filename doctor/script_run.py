@@ -31,7 +31,7 @@ class PlannedDoctor(Doctor):
         self.__init__(state["plan"])
 
     def connect(self, trainer: Trainer) -> None:
-        """Write checkpoints to a folder where no other run will find them."""
+        """Make the run write its checkpoints to a folder where no other run will find them."""
         if trainer.state.fn != "fit":
             return
         keepers = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointKeeper)]
@@ -43,7 +43,7 @@ class PlannedDoctor(Doctor):
         return changed(loader, **change) if change else loader
 
     def attach(self, trainer: Trainer) -> None:
-        """Make the fit stop after the plan's number of batches, unless it ends earlier."""
+        """Make the fit stop after the plan's number of batches, unless the fit ends earlier."""
         super().attach(trainer)
         if trainer.state.fn == "fit":
             steps = max(1, self.plan.steps // trainer.accumulate_grad_batches)
@@ -57,7 +57,7 @@ class PlannedDoctor(Doctor):
         Path(self.plan.out).write_text(json.dumps(self.report.as_dict()), encoding="utf-8")
 
     def interrupted(self) -> None:
-        """Do nothing, because a failed script results in an error, not in a report."""
+        """Do nothing, because a script that fails results in an error instead of a report."""
 
     def ended(self) -> None:
         """Exit the program after the fit."""
@@ -90,8 +90,8 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
     plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
     if batch_factor != 1 and not plain:
         raise ValueError(
-            "This loader's batch_sampler sets the batch size, so the doctor cannot change it. To try other sizes, "
-            "pass batch_size instead."
+            "This loader's batch_sampler determines the batch size, so the doctor cannot change it. To try other "
+            "sizes, pass batch_size to the DataLoader instead of batch_sampler."
         )
     if plain:
         options |= {"batch_size": (loader.batch_size or 1) * batch_factor, "drop_last": loader.drop_last}

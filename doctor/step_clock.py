@@ -35,14 +35,14 @@ MOST_ROWS = 20_000
 
 
 class Clock:
-    """Adds elapsed time to the current part; time in a nested part is not added to the outer part.
+    """Adds elapsed time to the current part; time in a nested part is not added to the surrounding part.
 
     Attributes:
-        totals: seconds by part since the start, followed by the number of steps begun.
+        totals: seconds of each part since the start, followed by the number of steps that have begun.
         rows: a copy of ``totals`` at each boundary between two steps.
         hooks: seconds by hook name.
-        marks: in steps measured on the device, the function (:class:`.device_clock.DeviceClock`) that records on the
-            device when each part begins; otherwise None.
+        marks: function (:class:`.device_clock.DeviceClock`) that records on the device when each part begins; None in
+            steps that are not measured on the device.
     """
 
     __slots__ = ("current", "held", "hooks", "last", "marks", "rows", "totals")
@@ -56,7 +56,7 @@ class Clock:
         self.current, self.last = INDEX["other"], perf_counter()
 
     def around(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Return a version of ``function`` whose time counts toward ``part``."""
+        """Return a version of ``function`` whose duration counts toward ``part``."""
         index, totals = INDEX[part], self.totals
 
         def timed(*args: Any, **kwargs: Any) -> T:
@@ -79,7 +79,7 @@ class Clock:
         return timed if part not in WHOLE else self._alone(index, function)
 
     def around_hook(self, part: str, name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Like :meth:`around`, but also record the hook's own time, without nested parts, in ``hooks``."""
+        """Like :meth:`around`, but also adds the hook's own time, without nested parts, to ``hooks``."""
         index, totals, hooks = INDEX[part], self.totals, self.hooks
         hooks.setdefault(name, 0.0)
 
@@ -128,7 +128,7 @@ class Clock:
         self.rows.append(tuple(totals))
 
     def cut(self) -> None:
-        """End the run. Of an unfinished step, only validations and checkpoints are included."""
+        """End the run. If a step is unfinished, only its validations and checkpoints are included."""
         self.enter(self.current)
         if self.rows:
             row = list(self.rows[-1])

@@ -40,7 +40,7 @@ class TrainerSubject:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the module, or a part of it, is compiled. If so, operators cannot be recorded."""
+        """Whether the module or a part of it is compiled. If so, operators cannot be recorded."""
         return self._trainer.compile is not False or has_compiled(self.modules)
 
     @property
@@ -59,5 +59,5 @@ class TrainerSubject:
 
 
 def has_compiled(modules: Sequence[nn.Module]) -> bool:
-    """Return True if one of the modules, or a part of one, is compiled."""
+    """Return True if one of the modules, or a part of it, is compiled."""
     return any(is_compiled(part) for module in modules for part in module.modules())

@@ -1,4 +1,4 @@
-"""``--try``: does a short run with each promising change, and compares its speed with the original run's."""
+"""``--try``: does a short run with each promising change, and compares its speed with that of the original run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("num_workers", "pin_memory", "batch_size", "processes", "compile", "acc
 
 
 def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the name, description and plan of each change worth trying; for a user's own loop, only loader changes."""
+    """Yield the name, description and plan of each change worth trying; in a user's own loop, only loader changes."""
     loader = facts.loader
     workers = loader.get("num_workers")
     if workers is not None:
@@ -55,7 +55,7 @@ def names(text: str) -> set[str]:
 
 
 def speed(ranks: list[Facts]) -> float:
-    """Return all processes' total samples per second, or batches per second if the batch size is unknown."""
+    """Return the samples per second of all processes together, or batches per second if the batch size is unknown."""
     return sum((facts.batch_size or 1) / facts.step for facts in ranks if facts.step)
 
 

@@ -1,4 +1,4 @@
-"""Watch what the step clock cannot time: waits for the device, operators, garbage collection, compilation."""
+"""Watches what the step clock cannot time: waits for the device, operators, garbage collection, compilation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepWatch(TorchDispatchMode):
 
     Attributes:
         operators: number of operators so far.
-        lines: number of waits by (file, line number, reason for the wait).
+        lines: number of waits, keyed by (file, line number, reason for the wait).
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class StepWatch(TorchDispatchMode):
         self._undo += [lambda: kept.__exit__(None, None, None), lambda: waits.__exit__(None, None, None)]
 
     def end(self) -> None:
-        """Stop watching the step, even after an error; a second call does nothing."""
+        """Stop watching the step, even after an error. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -147,7 +147,7 @@ class Collections:
 
 
 class Compilations:
-    """Measures torch.compile's time with a clock, and records this run's recompilations."""
+    """Measures the time that torch.compile takes, and records the recompilations of this run."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._before = clock, INDEX["other"]
@@ -155,7 +155,7 @@ class Compilations:
         self._known: Counter[str] = Counter()
 
     def begin(self) -> None:
-        """Start watching if torch's compiler has been imported; otherwise nothing is compiled."""
+        """Start watching if torch's compiler has been imported; otherwise, nothing can be compiled yet."""
         if not compiler_is_loaded():
             return
         from ..strategies.recompile_watch import watch_compiling

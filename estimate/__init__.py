@@ -1,1 +1,1 @@
-"""Estimate how much memory a model and its training need, without allocating it."""
+"""Estimates how much memory a model and its training need, without allocating that memory."""

@@ -1,4 +1,4 @@
-"""Estimate the memory that a model and its training need, without allocating it."""
+"""Estimates the memory that a model and its training need, without allocating it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _NAMES = (*SingleDevice.names, *(name for name, (file, *_) in SEVERAL.items() if
 class MemoryEstimate:
     """The memory that one process needs for training, in bytes.
 
-    The peak is less than the sum of the parts, because activations are freed while gradients are created.
+    The peak is less than the sum of weights, gradients, optimizer state and activations, because activations are freed
+    while gradients are created.
 
     Attributes:
         precision: precision, as in ``Trainer(precision=...)``.
@@ -54,11 +55,11 @@ class MemoryEstimate:
         training: peak memory during training; only a lower bound if no batch was given.
         training_phase: phase in which the peak occurs: ``"forward"``, ``"backward"``, ``"optimizer step"`` or
             ``"setup"``.
-        training_at_peak: parts of the peak: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``gathered``
-            (DDP's buckets, or the weights that FSDP has gathered from other processes) and ``temporary``.
+        training_at_peak: bytes of each part of the peak: ``weights``, ``gradients``, ``optimizer``, ``activations``,
+            ``gathered`` (DDP's buckets, or the weights that FSDP has gathered from other processes) and ``temporary``.
         inference: peak memory of a forward pass without gradients; None whenever ``activations`` is None.
         host: host memory used by ``cpu_offload``.
-        guessed: whether the step reads values from tensors; if so, the memory may depend on these values.
+        guessed: whether the step reads values from tensors; if so, the memory that it needs may depend on these values.
     """
 
     precision: str
@@ -98,12 +99,12 @@ def estimate_memory(
 
     Forward, backward and update run as they would under the strategy and the precision, and gradients are cleared after
     the update. FSDP runs torch's ``fully_shard`` in a process group that sends nothing. DDP is estimated as one process
-    plus its buckets, which are a copy of all gradients (no copy with ``gradient_as_bucket_view``). The estimate
-    excludes the process itself (Python, torch, a CUDA context of about 0.5 GiB), memory inside library operations,
-    allocator fragmentation, and the setup of the run.
+    plus its buckets, which are a copy of all gradients (except with ``gradient_as_bucket_view``, which avoids the
+    copy). The estimate excludes the process itself (Python, torch, a CUDA context of about 0.5 GiB), memory inside
+    library operations, allocator fragmentation, and the setup of the run.
 
     Args:
-        module: a model or a ``TrainingModule``, possibly on the meta device; it is copied and not changed.
+        module: a model or a ``TrainingModule``, possibly on the meta device; it is copied, and so not changed.
         batch: one process's batch; if None, only weights, gradients and optimizer state are estimated. A plain module
             gets a mapping as keyword arguments, and a tuple or list as positional arguments.
         optimizer: a name in ``torch.optim``, or a function that creates an optimizer from parameters; None uses
@@ -115,12 +116,13 @@ def estimate_memory(
             ``FSDPStrategy``.
         num_processes: number of processes for DDP and FSDP.
         accumulate_grad_batches: number of micro-batches per optimizer step.
-        activation_checkpointing: True recomputes the repeated blocks; or a value that ``FSDPStrategy`` accepts.
-        device: device whose kernels are simulated; without a GPU, estimates for a GPU use the CPU's kernels.
+        activation_checkpointing: True to recompute the repeated blocks, or a value that ``FSDPStrategy`` accepts.
+        device: device whose kernels are simulated; on a machine without a GPU, estimates for a GPU use the CPU's
+            kernels.
 
     Raises:
         ValueError: a name is unknown, or arguments contradict each other.
-        RuntimeError: the step fails on fake tensors. Leave out ``batch`` to estimate everything but activations.
+        RuntimeError: the step fails on fake tensors. Leave out ``batch`` to estimate everything except activations.
 
     Example:
         >>> found = estimate_memory(nn.Linear(1000, 1000), torch.empty(8, 1000), precision="bf16-mixed")
@@ -130,7 +132,7 @@ def estimate_memory(
     if strategy in _SINGLE and num_processes != 1:
         raise ValueError(
             f"estimate_memory: strategy={strategy!r} and num_processes={num_processes} contradict each other, because "
-            "this strategy runs in one process. Use strategy='ddp' or 'fsdp'."
+            "this strategy runs in a single process. Use strategy='ddp' or 'fsdp'."
         )
     return estimate_strategies(
         module,
@@ -179,7 +181,7 @@ def estimate_strategies(
 
 
 class _SimulationPlan(NamedTuple):
-    """The strategy to simulate, and how to adjust the simulated result."""
+    """The strategy to simulate, and how to adjust the result of the simulation."""
 
     name: str
     strategy: Strategy
@@ -231,12 +233,12 @@ def _precision(asked: Any, device: torch.device) -> Precision:
     if found.quantizes:
         raise ValueError(
             f"estimate_memory does not support precision={found.name!r}, because weights without values cannot be "
-            "quantized. Use precision='bf16-mixed', and subtract what the frozen weights save."
+            "quantized. Use precision='bf16-mixed', and subtract the memory that quantizing the frozen weights saves."
         )
     if isinstance(found, TransformerEnginePrecision):
         raise ValueError(
-            f"estimate_memory does not support precision={found.name!r}, because TransformerEngine's layers "
-            "need a GPU. Use precision='bf16-true', whose weights have the same size."
+            f"estimate_memory does not support precision={found.name!r}, because TransformerEngine's layers need a "
+            "GPU. Use precision='bf16-true', under which weights have the same size."
         )
     if found.name == "16-mixed":  # overflows cannot be simulated, so leave out the scale, which takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))
@@ -263,7 +265,7 @@ def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
         raise RuntimeError(
             f"The memory of a step of {owner} cannot be estimated, because the step raised an error when it ran on "
             f"fake tensors, which have shapes but no values: {type(error).__name__}: {first} If the step works with "
-            "real tensors, it reads values from them, or uses an operation whose output shape torch cannot infer. "
+            "real tensors, it reads values from tensors, or uses an operation whose output shape torch cannot infer. "
             "Leave out the batch to estimate only weights, gradients and optimizer state."
         ) from error
 
@@ -300,7 +302,7 @@ def _read(rehearsal: Rehearsal, plan: _SimulationPlan, processes: int, batch: An
 
 
 def largest_layer(sizes: dict[str, int]) -> tuple[str, int]:
-    """Return the name and size of the largest block or layer, which must fit on one device.
+    """Return the name and size of the largest block or layer; each of these must fit on one device.
 
     Args:
         sizes: bytes by parameter name. ``blocks.3.mlp.weight`` belongs to the block ``blocks.3``. A parameter whose

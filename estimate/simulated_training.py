@@ -1,4 +1,4 @@
-"""Simulate training with a Trainer on tensors that have shapes but no memory."""
+"""Simulates training with a Trainer on tensors that have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Copier:
         self._made: dict[int, Any] = {}
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same shape and layout."""
+        """Return a tensor without memory that has the same shape and layout as the given one."""
         if id(tensor) not in self._made:
             dtype = tensor.dtype if self.dtype is None else in_dtype(tensor.dtype, self.dtype)
             with self.mode, torch.no_grad():
@@ -60,7 +60,7 @@ class Copier:
         return self._made[id(tensor)]
 
     def module(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the module."""
+        """Return a copy of a module; the tensors in the copy have no memory."""
         held = [module.parameters(), module.buffers(), *(pytree.tree_leaves(vars(one)) for one in module.modules())]
         for tensor in (value for values in held for value in values if isinstance(value, Tensor)):
             self.tensor(tensor)
@@ -68,8 +68,8 @@ class Copier:
             return copy.deepcopy(module, dict(self._made))
         except Exception as error:
             raise TypeError(
-                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}). The estimate works on a "
-                "copy so that your module stays unchanged. Pass a function that creates the module."
+                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}). The estimate needs a "
+                "copy, so that your module stays unchanged. Pass a function that creates the module."
             ) from error
 
     def batch(self, batch: Any) -> Any:
@@ -146,7 +146,7 @@ class Rehearsal:
             self.ledger.claim([parameter.grad], "gradients")
 
     def _attach(self) -> None:
-        """Attach a TrainingModule to a Trainer, and turn its logging off."""
+        """Attach a TrainingModule to a Trainer, and turn off the module's logging."""
         module = self.module
         if not isinstance(module, TrainingModule):
             return
@@ -187,7 +187,7 @@ class Rehearsal:
         self.ledger.begin("between")
 
     def train(self, micro_batches: int = 1) -> None:
-        """Run one window of micro-batches and its update, as :class:`~.step.TrainStep` does."""
+        """Run one window of micro-batches and then the update, as :class:`~.step.TrainStep` does."""
         automatic = self.automatic
         for number in range(micro_batches):
             self.strategy.sync_gradients(number + 1 == micro_batches)
@@ -227,7 +227,7 @@ class Rehearsal:
         ]
 
     def update_alone(self) -> None:
-        """Run the update with zero gradients, without a backward pass."""
+        """Run an update with zero gradients, without a backward pass."""
         self.ledger.begin("optimizer step")
         for parameter in self.module.parameters():
             if parameter.requires_grad:
@@ -254,7 +254,7 @@ def loss_of(output: Any) -> Tensor:
     if not found:
         raise TypeError(
             f"The module returned {messages.a(output)} without a floating-point tensor, so there is no loss to train "
-            "on. Pass loss=, a function of the module and the batch."
+            "on. Pass a function of the module and the batch as loss=..."
         )
     return torch.stack([value.float().mean() for value in found]).sum()
 
@@ -264,8 +264,8 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
     """Context manager with a fake process group, in which only the first process exists and nothing is sent."""
     if dist.is_initialized():
         raise RuntimeError(
-            "Estimating sharded training needs its own process group, but this process has already joined one. "
-            "Run the estimate before joining one, or on the command line: paceline estimate-memory."
+            "Estimating sharded training needs its own process group, but this process has already joined another. Run "
+            "the estimate before the process joins a group, or on the command line with paceline estimate-memory."
         )
     dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=fake_store())
     try:
@@ -304,7 +304,7 @@ def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, in place of ``self.log``."""
+    """Do nothing. This function is called in place of ``self.log``."""
 
 
 class _NoHooks:

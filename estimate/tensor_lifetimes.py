@@ -1,4 +1,4 @@
-"""Record the lifetimes of tensors in a program that runs on simulated tensors, which have no memory."""
+"""Records the lifetimes of tensors in a program that runs on simulated tensors, which have no memory."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class MemoryUse(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Records when storages are created, resized and freed. Use it inside FakeTensorMode.
 
-    Tensors have no values here, so reading a value (``.item()``, ``if tensor:``) returns a placeholder (False, 1 or
-    1.0, depending on the dtype) and sets ``guessed``.
+    Inside this context, tensors have no values, so reading a value (``.item()``, ``if tensor:``) returns a placeholder
+    (False, 1 or 1.0, depending on the dtype) and sets ``guessed``.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def most(self) -> dict[str, int]:
-        """The peak of each kind of memory during training."""
+        """The peak use of each kind of memory during training."""
         now, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         start = max((index for index, phase in self.phases if phase == "ready"), default=0)
         for index, (number, grown) in enumerate(self._events):
@@ -160,7 +160,7 @@ class Ledger(TorchDispatchMode):
 
         Args:
             counts: function that returns True for each phase to include.
-            constant: bytes that are in use all the time, by kind; they replace the recorded bytes of these kinds.
+            constant: bytes that are in use all the time, by kind; these replace the recorded bytes of the same kinds.
         """
         constant = constant or {}
         now = dict.fromkeys(KINDS, 0) | constant

@@ -1,4 +1,4 @@
-"""Create a page that compares two runs: their differences, and the ratio of their speeds. Does not need torch."""
+"""Creates a page with the differences between two runs and the ratio of their speeds. Does not need torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pair(a: History, b: History) -> str:
 
 
 def titles(a: History, b: History) -> tuple[str, str]:
-    """Return a title for each run, from the parts of their paths that differ."""
+    """Return a title for each run, consisting of the parts of its path that differ from the other run's path."""
     left, right = ([*one.path.resolve().parent.parts, one.path.stem] for one in (a, b))
     while left and right and left[0] == right[0]:
         left, right = left[1:], right[1:]
@@ -49,7 +49,7 @@ def titles(a: History, b: History) -> tuple[str, str]:
 
 
 def ratios(a: History, b: History) -> list[tuple[Any, ...]]:
-    """Return (name, A, B, B / A) for each speed that both runs have, and for the total time."""
+    """Return (name, value of A, value of B, ratio B / A) for each speed that both runs have, and for the total time."""
     left, right = a.speed(), b.speed()
     rows = [(name, left[name], right[name], right[name] / left[name]) for name in left if name in right and left[name]]
     if a.seconds:
@@ -58,7 +58,7 @@ def ratios(a: History, b: History) -> list[tuple[Any, ...]]:
 
 
 def differences(a: History, b: History) -> list[tuple[str, str, str]]:
-    """Return (name, A, B) for everything that changed from A to B: settings, hyperparameters, environment, code."""
+    """Return (name, value of A, value of B) for each setting, hyperparameter and fact that differs between runs."""
     rows: list[tuple[str, str, str]] = []
     for found in (_given, lambda one: one.hyperparameters, _placed, environment):
         both = _both(found(a), found(b))
@@ -67,7 +67,7 @@ def differences(a: History, b: History) -> list[tuple[str, str, str]]:
 
 
 def last_values(a: History, b: History) -> list[tuple[Any, ...]]:
-    """Return (metric, last value of A, last value of B, difference) for every metric."""
+    """Return (metric, last value in A, last value in B, difference) for every metric."""
     rows = []
     for name, (x, y) in sorted(_both(a.curves(), b.curves()).items()):
         left, right = (points[-1][1] if points else None for points in (x, y))

@@ -1,4 +1,4 @@
-"""Read a run's record, without its repeated rows, and compute values from it. Does not need torch."""
+"""Reads a run's record, without repeated rows, and computes values from it. Does not need torch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Points = list[tuple[float, float]]
 
 @dataclass
 class Start:
-    """One start of a run: the part that a single process ran.
+    """One start of a run, which is the part of the run that a single process carried out.
 
     Attributes:
-        facts: facts that were known when the start began.
-        rows: the rows that no later start repeated.
+        facts: facts that were known when this part of the run began.
+        rows: the rows of the record that no later start repeated.
         repeated: number of rows that a later start repeated.
         clock: the recorded seconds by part.
-        end: how the start ended; empty if the end was not recorded.
+        end: facts about how this part of the run ended; empty if its end was not recorded.
         data: facts about the training batches; empty if training had not begun.
         last: the time at which the last line was written, in seconds since 1970.
     """
@@ -72,9 +72,9 @@ class History:
         run: the run's unique identifier.
         starts: the starts of the run, in order; a run that was never resumed has only one.
         hyperparameters: hyperparameters from ``save_hyperparameters``.
-        splits: additional breakdowns of the time, by source.
-        saves: the recorded saves, by path.
-        torn: number of lines that are not valid JSON because the process was killed while it wrote them.
+        splits: additional breakdowns of the run's time, keyed by their source.
+        saves: the recorded checkpoints, keyed by path.
+        torn: number of lines that are not valid JSON, because the process was killed while it was writing them.
     """
 
     path: Path
@@ -94,13 +94,13 @@ class History:
 
     @property
     def name(self) -> str:
-        """The log's name and version, or the record's folder; then the record's name, unless it is the default."""
+        """The log's name and version, or else the record's folder; then the record's name if it is not the default."""
         name = self.facts.get("experiment") or self.path.resolve().parent.name
         return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 
     @property
     def status(self) -> str:
-        """The status of the run in words: how it ended, or that it is running."""
+        """The status of the run in words, which say how it ended or that it is still running."""
         if not self.starts:
             return "nothing was recorded"
         last = self.starts[-1]
@@ -108,7 +108,7 @@ class History:
             return str(last.end["status"])
         if _is_alive(last.facts.get("process", {})):
             return "running"
-        return "ended without a record: killed, or the machine went down"
+        return "ended without recording how: the process was killed, or the machine went down"
 
     @property
     def is_well(self) -> bool:
@@ -127,7 +127,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """The total time of all starts in seconds, without the time between them."""
+        """The total time of all starts in seconds, without the time between starts."""
         return sum(self.clock.values())
 
     @property
@@ -156,7 +156,7 @@ class History:
         return _curves((row["updates"], row["lr"]) for row in self.rows)
 
     def repeated_rates(self) -> set[str]:
-        """Return metrics that only repeat a learning rate from :meth:`rates`, such as those of LearningRateMonitor."""
+        """Return metrics that only repeat a learning rate from :meth:`rates`, such as LearningRateMonitor's metrics."""
         found: dict[str, set[float]] = {}
         others: set[str] = set()
         for row in self.rows:
@@ -184,7 +184,7 @@ class History:
         return steps, samples
 
     def speed(self) -> dict[str, float]:
-        """Return updates and samples per second of training for the full run, and the median of updates per second."""
+        """Return updates and samples per second of training for the entire run, and the median updates per second."""
         seconds = updates = samples = 0.0
         for start in self.starts:
             found = list(_stretches(start))
@@ -200,7 +200,7 @@ class History:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Saved]:
-        """Return the checkpoints in the record and those on disk, with facts from their manifests."""
+        """Return the checkpoints in the record and the checkpoints on disk, with facts from their manifests."""
         found: dict[str, Saved] = {}
         for path, save in self.saves.items():
             found[path] = Saved(path, save["step"], stall_seconds=save["seconds"])
@@ -229,7 +229,7 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a record, given the record, its page, or a folder with records (the newest is returned).
+    """Return the path of a record, given the record, its page, or a folder (the newest record in it is used).
 
     Raises:
         FileNotFoundError: if there is no record.
@@ -238,7 +238,7 @@ def find(path: str | os.PathLike[str]) -> Path:
     if given.is_file():
         return given.with_suffix(SUFFIX) if given.suffix == ".html" else given
     if not given.is_dir():
-        raise FileNotFoundError(f"{str(given)!r} does not exist. Pass the folder of a run, or its record.")
+        raise FileNotFoundError(f"{str(given)!r} does not exist. Pass the folder of a run, or the run's record.")
     for places in (given.glob(f"{NAME}*{SUFFIX}"), given.rglob(f"{NAME}*{SUFFIX}")):
         newest = max(places, key=lambda found: found.stat().st_mtime, default=None)
         if newest is not None:
@@ -282,7 +282,7 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 
 def _take(history: History, line: dict[str, Any], offset: int, places: list[tuple[int, Start, dict[str, Any]]]) -> None:
-    """Add a record line to the history. ``places`` contains the rows so far, with their offsets in the file."""
+    """Add a line of the record to the history. ``places`` contains the rows so far, with their offsets in the file."""
     what = line.pop("what")
     if what == "record":
         if line["format"] > FORMAT:
@@ -322,7 +322,7 @@ def _take_of_start(
 
 
 def _drop(places: list[tuple[int, Start, dict[str, Any]]], made_again: Callable[[int, dict[str, Any]], bool]) -> None:
-    """Drop rows that a later start repeats."""
+    """Drop rows that a later start repeated."""
     gone = [place for place in places if made_again(place[0], place[2])]
     if not gone:
         return
@@ -349,7 +349,7 @@ def _samples_in_batch(start: Start) -> int | None:
 
 
 def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
-    """Yield (last step, seconds of training, updates, batches) for each interval of the speed chart."""
+    """Yield (last step, seconds of training, update count, batch count) for each interval of the speed chart."""
     rows = [row for row in start.rows if row["lr"] or start.data]
     every = max(1, math.ceil(len(rows) / _STRETCHES))
     before = rows[0] if rows else None

@@ -1,4 +1,4 @@
-"""A self-contained HTML page with text and tables, for reports that open in a browser.
+"""Creates a self-contained HTML page with text and tables, for reports that are opened in a browser.
 
 This module uses only the standard library. The functions return :class:`Html`; anything else on a page is treated as
 text and escaped. Colors follow the reader's light or dark color scheme.
@@ -44,7 +44,7 @@ svg { max-width: 100%%; height: auto; display: block } svg text { fill: var(--so
 
 
 class Html(str):
-    """Finished HTML that is put on a page without escaping."""
+    """Finished HTML, which is put on a page without escaping."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
-"""The record of a run: JSON lines that are written during the run and from which its report is created.
+"""The record of a run, which consists of JSON lines written during the run. The run's report is created from it.
 
-Written lines are never changed, because the process may be killed at any time. The first line of a resumed run gives
-the length (``"after"``) that the file had when the checkpoint was written; the resumed run repeats the lines beyond
+Written lines are never changed, because the process may be killed at any time. The first line of a resumed run contains
+the length (``"after"``) that the file had when the checkpoint was written. The resumed run repeats the lines beyond
 that length.
 """
 
@@ -29,12 +29,12 @@ PARTS = ("setup", "data", "step", "evaluation", "checkpoint", "rest")
 
 
 class RunClock:
-    """Splits a run's time into parts. No two parts overlap, so they add up to the total.
+    """Splits a run's time into parts that do not overlap, so that the parts add up to the total time.
 
     Attributes:
         seconds: seconds by part.
         part: the current part.
-        mark: the ``perf_counter`` time up to which time has been assigned to parts.
+        mark: the ``perf_counter`` time up to which the run's time has been assigned to parts.
     """
 
     def __init__(self) -> None:
@@ -50,18 +50,18 @@ class RunClock:
         self.mark, self.part = now, part
 
     def was(self, part: str) -> None:
-        """Count the time since the last mark as ``part`` without ending the current part."""
+        """Count the time since the last mark toward ``part``, without ending the current part."""
         now = perf_counter()
         self.seconds[part] += now - self.mark
         self.mark = now
 
     def logged(self) -> None:
-        """Count the time since the last mark as ``rest`` if the loggers were called between two batches."""
+        """Count the time since the last mark toward ``rest`` if the loggers were called between two batches."""
         if self.part == "data":
             self.was("rest")
 
     def save(self) -> None:
-        """Start counting time as checkpointing."""
+        """Start counting time toward checkpointing."""
         if self.part != "checkpoint":
             self.logged()
             self._before_save = self.part
@@ -83,15 +83,15 @@ class RunClock:
 
 
 class RunRecord(DummyLogger):
-    """Logger that writes the record. During a run, it is the last of the trainer's loggers.
+    """Logger that writes the record. During a run, this is the last of the trainer's loggers.
 
     Nothing is written before :meth:`settle` chooses between a new record and an existing one that the run continues.
 
     Args:
-        folder: folder of the record; None on ranks that write nothing.
+        folder: folder of the record; None on ranks that do not write a record.
         log_dir: the trainer's ``log_dir`` without this logger.
-        now: function that returns the facts to add to each row: epoch, counters, learning rates.
-        clock: the clock of this start.
+        now: function that returns the facts to add to each row, such as epoch, counters and learning rates.
+        clock: the clock that measures this part of the run.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class RunRecord(DummyLogger):
             self._go_on()
 
     def settle(self) -> None:
-        """Start writing to the resumed run's record if it is in the folder, otherwise to a new record."""
+        """Start writing to the resumed run's record if that record is in the folder, otherwise to a new record."""
         if self.folder is None or self.path is not None:
             return
         try:
@@ -195,7 +195,7 @@ class RunRecord(DummyLogger):
         self.write("row", step=at, **now, values=dict(values), clock=self._clock.so_far())
 
     def write(self, what: str, **facts: Any) -> None:
-        """Write a line with the given facts; ``what`` is the kind of line."""
+        """Write a line with the given facts; ``what`` is the line's kind."""
         if self.folder is None:
             return
         line = {"what": what, "time": round(time.time(), 3), **facts}
@@ -216,7 +216,7 @@ class RunRecord(DummyLogger):
             self._give_up(error)
 
     def _write_again(self, path: Path) -> None:
-        """Rewrite the full file after it was deleted, from the handle that is still open."""
+        """Rewrite the entire file from the handle that is still open, after the file was deleted."""
         messages.warn(
             f"{messages.path(path)}, the record of the run report, was deleted while the run was writing to it, so "
             "the full record is written again."
@@ -237,13 +237,13 @@ class RunRecord(DummyLogger):
         self.close()
 
     def close(self) -> None:
-        """Close the file. A later run can reopen it."""
+        """Close the record's file. A later run can reopen the file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def open_again(self, now: Callable[[], dict[str, Any]], clock: RunClock) -> None:
-        """Reopen the file to continue it in a new run of the same trainer."""
+        """Reopen the record's file to continue the record in a new run of the same trainer."""
         self._now, self._clock = now, clock
         if self.path is not None and self.folder is not None:
             self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts

@@ -1,4 +1,4 @@
-"""Create the report page of a run. Does not need torch."""
+"""Creates the report page of a run. Does not need torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _ending(history: History) -> Html:
 
 
 def overview(history: History) -> dict[str, Any]:
-    """Return a summary of the run as strings by name."""
+    """Return a summary of the run: texts, keyed by name."""
     facts = history.facts
     strategy, first = facts.get("strategy", {}), history.starts[0] if history.starts else None
     found: dict[str, Any] = {
@@ -98,7 +98,11 @@ def charts(groups: Mapping[str, Mapping[str, Points]]) -> list[Html]:
     """Return a chart for each group, but at most ``MOST_CHARTS``."""
     drawn = [line(group, name) for name, group in list(groups.items())[:MOST_CHARTS]]
     left = len(groups) - len(drawn)
-    return [*drawn, pages.paragraph(f"{left} more are in the table of values.")] if left else drawn
+    return (
+        [*drawn, pages.paragraph(f"The table of values contains {left} more group{'s' * (left > 1)} of metrics.")]
+        if left
+        else drawn
+    )
 
 
 def line(series: Mapping[str, Points], what: str) -> Html:
@@ -109,7 +113,7 @@ def line(series: Mapping[str, Points], what: str) -> Html:
 
 
 def _speed(history: History) -> list[Html]:
-    """Return a single speed chart, because the curves for steps and samples per second have the same shape."""
+    """Return one chart for both speeds, because the curves for steps and samples per second have the same shape."""
     (steps, samples), speed = history.speeds(), history.speed()
     if not samples or len(samples) < len(steps):
         unknown = "The loader has no batch size, so the speed is shown in steps only."
@@ -136,8 +140,8 @@ def _split(history: History) -> list[Html]:
         side_by_side(pies),
         pages.table(rows, ("part", "seconds", "share")),
         pages.paragraph(
-            "Measured by the host's clock on rank 0. data: waiting for the next batch; step: from the batch to the "
-            "end of its hooks; rest: logging, schedulers, the ends of epochs."
+            "These times were measured by the host's clock on rank 0. data: waiting for the next batch; step: from "
+            "receiving a batch to the end of its hooks; rest: logging, schedulers, and work at the end of epochs."
         ),
     ]
 

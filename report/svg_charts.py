@@ -164,7 +164,7 @@ def _stretch(places: list[tuple[float, float]], paint: str) -> str:
 
 
 def _x_label(middle: float, floor: float, text: str) -> str:
-    """Return a label below its position on the x axis, moved left if it would cross the right edge of the chart."""
+    """Return a label below its position on the x axis, moved left if it would cross the chart's right edge."""
     middle = min(middle, _WIDTH - 1 - len(text) * _CHARACTER / 2)
     return f'<text x="{middle:.1f}" y="{floor}" text-anchor="middle">{text}</text>'
 

@@ -1,4 +1,4 @@
-"""Collect facts about a run's environment: versions, machine and code. Only :func:`machine` imports torch."""
+"""Collects facts about the environment of a run: versions, machine and code. Only :func:`machine` imports torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _version(package: str) -> str | None:
 def machine(with_gpus: bool = True) -> dict[str, Any]:
     """Return the operating system, processors and GPUs.
 
-    ``with_gpus`` queries the accelerators, which costs time and memory in a process that does not otherwise use them.
+    ``with_gpus`` queries the accelerators, which costs time and memory in a process that otherwise uses none.
     """
     import torch
 
@@ -52,7 +52,7 @@ def machine(with_gpus: bool = True) -> dict[str, Any]:
 
 
 def process() -> dict[str, Any]:
-    """Return the host, process, folder and command; anything in the command that looks like a secret is removed."""
+    """Return the host, process, folder and command, without anything in the command that looks like a secret."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -83,7 +83,7 @@ def _command(words: list[str]) -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Return the commit, branch and number of changed files of the running code; empty without git or a repository.
+    """Return the commit, branch and number of changed files of the running code; empty if there is no git repository.
 
     The code is in the program's folder, or in the working directory if the program has no file. Untracked files are not
     included, because finding them takes a long time in a large tree.

@@ -1,4 +1,4 @@
-"""Text tables that fit into a terminal, wrapped without breaking words."""
+"""Lays out text tables that fit into a terminal, without breaking words."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def fitted(
     Args:
         columns: columns of equal length.
         width: maximum line length in characters; None means no limit.
-        folded: names of columns whose cells may wrap.
-        left_out: names of columns to omit, one after the other, if wrapping is not enough.
-        shortened: names of columns whose words are shortened if that is still not enough.
+        folded: names of columns whose cells may be wrapped.
+        left_out: names of columns to omit, one after the other, if the table is too wide despite wrapping.
+        shortened: names of columns whose words are shortened if the table is still too wide.
         between: text between two columns.
 
     Returns:
-        The rows, of one or more lines each, and the names of the omitted columns.
+        The rows, each of which has one or more lines, and the names of the omitted columns.
     """
     count, kept = 0, list(columns)
     widths, too_much = _widths(kept, width, folded, between)
@@ -53,7 +53,7 @@ def fitted(
 def _widths(
     columns: Sequence[Sequence[str]], width: int | None, folded: Collection[str], between: str
 ) -> tuple[list[int], int]:
-    """Return the widths of the columns after wrapping, and by how many characters the table is still too wide."""
+    """Return the widths of the columns after wrapping, and the number of characters that still exceed the width."""
     widths = [max(map(len, cells)) for cells in columns]
     if width is None:
         return widths, 0
@@ -67,7 +67,7 @@ def _widths(
 
 
 def _shrink(widths: list[int], least: Sequence[int], too_much: int) -> int:
-    """Narrow columns, widest first, but none below its minimum in ``least``; return the excess that remains."""
+    """Narrow columns, widest first, but none below its minimum in ``least``; return the remaining excess width."""
     while too_much > 0:
         wider = [at for at, width in enumerate(widths) if width > least[at]]
         if not wider:

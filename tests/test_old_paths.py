@@ -20,7 +20,7 @@ def test_a_module_is_found_under_its_earlier_name_and_the_new_one_is_told(
     monkeypatch.delitem(sys.modules, f"paceline.{old}", raising=False)
     found = importlib.import_module(f"paceline.{old}")
     assert found is importlib.import_module(f"paceline.{_MOVED[old]}")
-    assert f"paceline.{old} is now paceline.{_MOVED[old]}. Import it from there." in caplog.text
+    assert f"paceline.{old} is now paceline.{_MOVED[old]}. Import the module by its new name." in caplog.text
     assert found.__name__ == found.__spec__.name == f"paceline.{_MOVED[old]}"
 
 

@@ -1,4 +1,4 @@
-"""Small helpers that programs written for Lightning import from its ``utilities``."""
+"""Small helpers that programs written for Lightning import from Lightning's ``utilities``."""
 
 from __future__ import annotations
 

@@ -48,11 +48,11 @@ def has_len_all_ranks(
     Args:
         dataloader: this rank's loader.
         strategy: the run's strategy.
-        allow_zero_length_dataloader_with_multiple_devices: if False, a length of 0 on only some of the ranks is an
+        allow_zero_length_dataloader_with_multiple_devices: if False, a length of 0 on some but not all ranks is an
             error.
 
     Raises:
-        RuntimeError: this rank has no batches, but others do.
+        RuntimeError: this rank has no batches, but other ranks do.
     """
     length = length_of(dataloader)
     lengths = strategy.gather_objects(length)
@@ -63,8 +63,8 @@ def has_len_all_ranks(
         messages.warn(f"{kind} has a length of 0 on every rank, so it yields no batches.")
     elif not length and not allow_zero_length_dataloader_with_multiple_devices:
         raise RuntimeError(
-            f"{kind} has a length of 0 on rank {strategy.global_rank}; by rank, the lengths are "
-            f"{', '.join(map(str, lengths))}. Give every rank at least one batch, or set "
+            f"{kind} has a length of 0 on rank {strategy.global_rank}. The lengths are {', '.join(map(str, lengths))} "
+            "(in rank order). Give every rank at least one batch, or set "
             "allow_zero_length_dataloader_with_multiple_devices on the DataModule."
         )
     advise_about_length(dataloader, kind)
@@ -76,12 +76,12 @@ def advise_about_length(dataloader: Any, name: str) -> None:
     if has_iterable_dataset(dataloader) and length_of(dataloader) is not None:
         messages.warn(
             f"The dataset of {name} is an IterableDataset with a __len__. With worker processes, this length is "
-            "correct only if each worker yields its own shard. Make sure that it does, or remove __len__."
+            "correct only if each worker yields its own shard. Make sure that each worker does so, or remove __len__."
         )
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return how many workers each loader can have, given that this machine's processes share its CPU cores.
+    """Return how many workers each loader can have if the processes on this machine share its CPU cores.
 
     Args:
         local_world_size: the run's number of processes on this machine.

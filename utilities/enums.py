@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class GradClipAlgorithmType(str, Enum):
-    """Values of ``Trainer(gradient_clip_algorithm=)``; each compares equal to its string."""
+    """Values of ``Trainer(gradient_clip_algorithm=...)``; each member compares equal to its string."""
 
     VALUE = "value"
     NORM = "norm"

@@ -7,16 +7,16 @@ from torch import nn
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """Return the norm of each parameter's gradient, and their total norm, to log in ``on_before_optimizer_step``.
+    """Return the norm of each parameter's gradient and the total norm, for logging in ``on_before_optimizer_step``.
 
     Args:
         module: the module, after a backward pass. Parameters without a gradient are left out.
-        norm_type: the p of the p-norm, or ``"inf"``.
-        group_separator: the string between the two parts of a name.
+        norm_type: the order p of the p-norm, or ``"inf"``.
+        group_separator: the string between the two parts of each name in the result.
 
     Returns:
-        Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of these norms.
-        The dict is empty if there are no gradients.
+        Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of all these
+        norms. The dict is empty if there are no gradients.
     """
     order = float(norm_type)
     if order <= 0:

@@ -1,4 +1,4 @@
-"""Find out whether a user's class overrides a method."""
+"""Finds out whether a user's class overrides a method."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def is_overridden(method_name: str, instance: object | None, parent: type | None
     Args:
         method_name: the method's name.
         instance: the object to check; if None, the result is False.
-        parent: the base class; if None, whichever of TrainingModule, DataModule, Callback and Strategy matches.
+        parent: the base class; None means the one of TrainingModule, DataModule, Callback and Strategy that matches.
 
     Raises:
-        ValueError: none of these matches, or ``parent`` has no such method.
+        ValueError: no base class matches, or ``parent`` has no such method.
     """
     if instance is None:
         return False
@@ -34,7 +34,7 @@ def is_overridden(method_name: str, instance: object | None, parent: type | None
             )
     if not hasattr(parent, method_name):
         raise ValueError(
-            f"is_overridden({method_name!r}): {parent.__name__} has no method with that name. Check the spelling, or "
+            f"is_overridden({method_name!r}): {parent.__name__} has no method with this name. Check the spelling, or "
             "pass another parent."
         )
     method: Any = overridden(instance, method_name, parent)

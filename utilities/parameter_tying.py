@@ -1,4 +1,4 @@
-"""Find and restore parameters that a module has under several names."""
+"""Finds parameters that a module has under several names, and ties them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Call functions and print messages on rank 0 only."""
+"""Calls functions and prints messages only on rank 0."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RankZeroOnly:
     """Class of the decorator :data:`rank_zero_only`. Other ranks return ``default`` without calling the function.
 
     Attributes:
-        rank: this process's rank among all processes, 0-based. Set it if you start processes that Paceline does not
-            know about.
+        rank: this process's rank among all processes, 0-based. Set this attribute if you start processes that Paceline
+            does not know about.
     """
 
     @property
@@ -63,7 +63,7 @@ def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
 
 @rank_zero_only
 def rank_zero_warn(message: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Call ``warnings.warn`` on rank 0; ``category`` is passed on."""
+    """Call ``warnings.warn`` with ``category`` on rank 0."""
     warnings.warn(message, stacklevel=stacklevel, **kwargs)
 
 
@@ -80,10 +80,10 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 
 class WarningCache(set[str]):
-    """Shows each message only once. The set contains the messages that have been shown."""
+    """Shows each message only once. This set contains the messages that have already been shown."""
 
     def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Warn on rank 0 unless the message was shown before."""
+        """Warn on rank 0, unless the message was shown before."""
         if message not in self:
             self.add(message)
             rank_zero_warn(message, stacklevel=stacklevel, **kwargs)

@@ -30,7 +30,7 @@ LRSchedulerConfig = SchedulerConfig
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
-    """A dict for a scheduler, as ``configure_optimizers`` may return it."""
+    """A dict that describes a scheduler, as ``configure_optimizers`` may return it."""
 
     scheduler: Any
     name: str | None
@@ -42,13 +42,13 @@ class LRSchedulerConfigType(TypedDict, total=False):
 
 
 class OptimizerConfig(TypedDict):
-    """A dict for an optimizer, as ``configure_optimizers`` may return it."""
+    """A dict that describes an optimizer, as ``configure_optimizers`` may return it."""
 
     optimizer: Optimizer
 
 
 class OptimizerLRSchedulerConfig(TypedDict):
-    """A dict for an optimizer and its scheduler, as ``configure_optimizers`` may return it."""
+    """A dict that describes an optimizer and its scheduler, as ``configure_optimizers`` may return it."""
 
     optimizer: Optimizer
     lr_scheduler: Any

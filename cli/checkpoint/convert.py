@@ -1,4 +1,4 @@
-"""``paceline checkpoint convert``: write a copy of another program's checkpoint that contains only plain data."""
+"""``paceline checkpoint convert``: convert another program's checkpoint to a file that contains only plain data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _REPLACED = {
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     parser.description = (
-        "Write a copy of another program's checkpoint that contains only plain data, so that it can be loaded without\n"
-        "running code. Without --trust, a file that references code is rejected, and the error lists that code."
+        "Convert another program's checkpoint to a file that contains only plain data, so that it can be loaded\n"
+        "without running code. Without --trust, a file that references code is rejected, and the error lists that code."
     )
     parser.add_argument("file", help="a file written by torch.save, such as Lightning's .ckpt")
     parser.add_argument("out", help="the file to write, which must not exist")
     parser.add_argument(
-        "--trust", action="store_true", help="load objects too, which runs the code that the file references"
+        "--trust", action="store_true", help="also load objects, which runs the code that the file references"
     )
 
 
@@ -41,7 +41,9 @@ def run(arguments: Namespace) -> int:
     contents, apart = converted(_load(arguments.file, arguments.trust), arguments.file)
     single_file.write(contents, out, whole="state_dict" in contents)
     if apart:
-        messages.answer(f"Kept as objects, which can be loaded only with weights_only=False: {', '.join(apart)}.")
+        messages.answer(
+            f"These entries were kept as objects, which can be loaded only with weights_only=False: {', '.join(apart)}."
+        )
     messages.answer(f"Wrote {arguments.out} ({out.stat().st_size:,} bytes).")
     return 0
 
@@ -56,15 +58,15 @@ def _load(file: str, trusted: bool) -> Any:
     except (AttributeError, ImportError) as error:
         if isinstance(error, AttributeError) and "__main__" in str(error):
             raise RuntimeError(
-                f"{file!r} references a class of the script that wrote it ({error}). Load the file with "
-                "weights_only=False in that script, or move the class to a module and write the file again."
+                f"{file!r} references a class that is defined in the script that wrote the file ({error}). Load the "
+                "file with weights_only=False in that script, or move the class to a module and write the file again."
             ) from error
         package = _REPLACED.get((getattr(error, "name", None) or "").partition(".")[0])
         fix = (
-            "Run this command with Paceline in place of that package: "
-            f"PACELINE_STANDS_IN={package} paceline checkpoint convert ..."
+            f"Run the command with Paceline in place of that package: PACELINE_STANDS_IN={package} paceline checkpoint "
+            "convert ..."
             if package
-            else "Install its package, or run this command where the program's modules can be imported: "
+            else "Install the missing package, or run the command where the program's modules can be imported: "
             "PYTHONPATH=FOLDER paceline checkpoint convert ..."
         )
         raise RuntimeError(f"{file!r} references code that cannot be imported: {error}. {fix}") from error

@@ -68,6 +68,6 @@ def _write_safetensors(state: dict[str, Any], out: Location) -> None:
     with atomic_write.written_aside(out) as temporary:
         write_safetensors(found.tensors, temporary, found.twins)
     for name, kind in found.others.items():
-        messages.answer(f"Left out {name}: it is {kind}, but the format stores only tensors.")
+        messages.answer(f"Left out {name}, which is {kind}, because the format stores only tensors.")
     for name, first in found.twins.items():
         messages.answer(f"{name} is the same tensor as {first} and is written only once, as {first}.")

@@ -19,7 +19,7 @@ _LEFT_OUT = ("save", "ranks", "kind", "epoch", "written", "size")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
-    parser.add_argument("folder", help="a folder or a URL such as s3://bucket/run; subfolders are included")
+    parser.add_argument("folder", help="a folder, or a URL such as s3://bucket/run; subfolders are included")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
 
 
@@ -37,7 +37,9 @@ def run(arguments: Namespace) -> int:
             rows, left_out = fitted(kept, width, _WRAP, (), _WRAP)[0], list(_LEFT_OUT)
         messages.answer("\n".join(rows))
         if left_out:
-            messages.answer(textwrap.fill(f"Left out for lack of room: {', '.join(left_out)}.", width or 80))
+            messages.answer(
+                textwrap.fill(f"These columns were left out for lack of room: {', '.join(left_out)}.", width or 80)
+            )
     return 0
 
 

@@ -27,13 +27,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--keep-best", type=int, default=0, metavar="K", help="keep the K checkpoints with the best score"
     )
     parser.add_argument("--mode", choices=("min", "max"), default="min", help="whether a low or high score is better")
-    parser.add_argument("--monitor", help="the metric to rank by, if the folder has scores of several metrics")
+    parser.add_argument(
+        "--monitor", help="the metric to rank checkpoints by, if the folder has scores for several metrics"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 def run(arguments: Namespace) -> int:
-    """Print what is kept and what is deleted, ask for confirmation, and delete."""
+    """Print which checkpoints are kept and deleted, ask for confirmation, and delete them."""
     if arguments.keep_last < 0 or arguments.keep_best < 0 or not arguments.keep_last + arguments.keep_best:
         raise ValueError(
             "Nothing would be kept. Pass --keep-last N, --keep-best K, or both, with numbers of 1 or more."
@@ -86,7 +88,11 @@ def _best_first(newest: list[FoundCheckpoint], arguments: Namespace) -> list[Fou
         raise ValueError(messages.unknown("metric", arguments.monitor, sorted(map(str, metrics))))
     if not scored or (len(metrics) > 1 and arguments.monitor is None):
         names = messages.names(sorted(map(str, metrics)), "and")
-        which = f"scores for {names}. Pass --monitor with one of them." if scored else "no scores. Use --keep-last."
+        which = (
+            f"scores for {names}. Pass --monitor with one of these metrics."
+            if scored
+            else "no scores. Use --keep-last."
+        )
         raise ValueError(f"--keep-best {arguments.keep_best}: this folder has {which}")
     sign = 1 if arguments.mode == "min" else -1
     wanted = [one for one in newest if one.path in scored and arguments.monitor in (None, scored[one.path].monitor)]
@@ -110,6 +116,6 @@ def _first_whole(candidates: Iterable[FoundCheckpoint], number: int, why: dict[L
 def _agreed(total: str) -> bool:
     if not sys.stdin.isatty():
         raise RuntimeError(
-            f"Deleting {total} needs confirmation, but standard input is not a terminal. Pass --yes or --dry-run."
+            f"Deleting {total} requires confirmation, but standard input is not a terminal. Pass --yes or --dry-run."
         )
     return input(f"Delete {total}? [y/N] ").strip().lower() in ("y", "yes")

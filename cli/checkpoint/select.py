@@ -1,4 +1,4 @@
-"""Find the checkpoints that a command works on."""
+"""Finds the checkpoints that a command works on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def checkpoints(path: str, depth: int = DEPTH) -> Iterator[FoundCheckpoint]:
-    """Yield the checkpoints in and below a folder, sorted by folder and save number, or the checkpoint ``path``.
+    """Yield the checkpoint ``path``, or all checkpoints in the folder ``path`` by subfolder and save number.
 
     Raises:
         FileNotFoundError: if ``path`` does not exist.
@@ -67,7 +67,9 @@ def checkpoints(path: str, depth: int = DEPTH) -> Iterator[FoundCheckpoint]:
         return
     found = [_look_at(inside) for inside in manifest.checkpoints_in(where, depth)]
     if not found:
-        raise ValueError(f"There is no checkpoint (*{manifest.SUFFIX}) in {path!r}. Pass a folder with checkpoints.")
+        raise ValueError(
+            f"There is no checkpoint (*{manifest.SUFFIX}) in {path!r}. Pass a folder that contains checkpoints."
+        )
     found.sort(key=lambda one: (one.path.parent.parts, one.known.sequence if one.known else 0, one.path.name))
     yield from found
 

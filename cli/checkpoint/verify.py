@@ -1,4 +1,4 @@
-"""``paceline checkpoint verify``: verify every byte of each checkpoint against its checksums."""
+"""``paceline checkpoint verify``: compare every byte of each checkpoint with the checkpoint's checksums."""
 
 from __future__ import annotations
 

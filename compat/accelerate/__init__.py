@@ -1,4 +1,4 @@
-"""Replace the package ``accelerate``, so that programs and libraries written for it run on Paceline."""
+"""Replaces the package ``accelerate``, so that programs and libraries written for it run on Paceline."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from .wrappers import prepared_optimizer, prepared_scheduler
 
 
 class _Folders(Folders):
-    """The folders of saved states. Only folders that are named automatically count toward ``total_limit``."""
+    """The folders of saved states. Only states in automatically named folders count toward ``total_limit``."""
 
     def delete_old(self, newest: Location) -> None:
         """Delete states beyond ``total_limit`` if folders are named automatically."""
@@ -69,7 +69,7 @@ class Accelerator(accelerator.Accelerator):
         newest_is(self.gradient_state, replace=False)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Like ``paceline.Accelerator.prepare``, but also reports that schedules advance once per update."""
+        """Like ``paceline.Accelerator.prepare``, but also tells the user that schedules advance once per update."""
         if any(isinstance(one, (DummyOptim, DummyScheduler)) for one in objects) or self._deepspeed is not None:
             if isinstance(self._deepspeed, DeepSpeedPlugin):
                 steps, split = self.gradient_accumulation_steps, self.dataloader_config.split_batches
@@ -97,20 +97,20 @@ class Accelerator(accelerator.Accelerator):
                 EngineMethods(self.prepared, placement.module).attach(placement.module)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-        """Like ``paceline.Accelerator.save_state``, but processes may pass different folders; process 0's is used."""
+        """Like ``paceline.Accelerator.save_state``, but if processes pass different folders, process 0's is used."""
         return super().save_state(self._one_folder(output_dir), *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Like ``paceline.Accelerator.load_state``, but processes may pass different folders; process 0's is used."""
+        """Like ``paceline.Accelerator.load_state``, but if processes pass different folders, process 0's is used."""
         super().load_state(self._one_folder(input_dir), *args, **kwargs)
 
     def _one_folder(self, folder: Any) -> Any:
-        """Return process 0's folder; report it once if the folders differ."""
+        """Return process 0's folder; if the processes' folders differ, report this once."""
         found = self.strategy.gather_objects(folder)
         if len(set(map(str, found))) > 1:
             messages.info_once(
-                f"The processes passed different folders for one state: {messages.names(found, last='and')}. They all "
-                f"use process 0's, because a state is one folder.",
+                f"The processes passed different folders for one state: {messages.names(found, last='and')}. All "
+                "processes use the folder from process 0, because a state is a single folder.",
                 key="different folders for a state",
             )
         return found[0]
@@ -126,9 +126,9 @@ class Accelerator(accelerator.Accelerator):
         multiplied = world > 1 and self.step_scheduler_with_optimizer and not config.split_batches
         if multiplied and self._deepspeed is None and self.prepared.schedulers and self.scheduler_steps != "per_sample":
             messages.info_once(
-                f"Prepared schedules advance once per update. Accelerate advances them {world} times per update, once "
-                "for each process. If the script multiplies the length of its schedule by the number of processes, set "
-                "PACELINE_SCHEDULER_STEPS=per_sample.",
+                f"Prepared schedules advance once per update. Accelerate advances schedules {world} times per update, "
+                "once for each process. If the script multiplies the schedule's length by the number of processes, "
+                "set PACELINE_SCHEDULER_STEPS=per_sample.",
                 key="schedules advance once",
             )
 
@@ -158,12 +158,13 @@ class Accelerator(accelerator.Accelerator):
         super().backward(loss, num_items, **kwargs)
 
     def _accumulate_under_deepspeed(self, steps: int) -> None:
-        """Keep the gradients of a loop that counts micro-batches itself, as transformers.Trainer does.
+        """Keep gradients unsynchronized inside a window if the loop counts micro-batches, like transformers.Trainer.
 
         Such a loop does not call ``no_sync`` under DeepSpeed.
 
         Raises:
-            ValueError: if the loop does not count, and the configuration has another number of micro-batches.
+            ValueError: if the loop does not count micro-batches, and the DeepSpeed configuration and the Accelerator
+                have different numbers of micro-batches.
         """
         if self.gradient_state.by_hand:
             for model in self.prepared.trained:
@@ -172,16 +173,16 @@ class Accelerator(accelerator.Accelerator):
         elif steps != self.gradient_accumulation_steps:
             raise ValueError(
                 f"The DeepSpeed configuration has gradient_accumulation_steps={steps}, but the Accelerator has "
-                f"{self.gradient_accumulation_steps}. Leave one out, or write the same number in both."
+                f"{self.gradient_accumulation_steps}. Set only one of the two, or set both to the same number."
             )
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Like ``paceline.Accelerator.clip_grad_norm_``, but says once that nothing is clipped inside a window."""
+        """Like ``paceline.Accelerator.clip_grad_norm_``, but reports once that it does not clip inside a window."""
         self._tell_clipping()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Like ``paceline.Accelerator.clip_grad_value_``, but says once that nothing is clipped inside a window."""
+        """Like ``paceline.Accelerator.clip_grad_value_``, but reports once that it does not clip inside a window."""
         self._tell_clipping()
         super().clip_grad_value_(parameters, clip_value)
 
@@ -189,7 +190,7 @@ class Accelerator(accelerator.Accelerator):
         if not self.sync_gradients and self._deepspeed is None:
             messages.info_once(
                 "Gradients are clipped once, when their accumulation window is complete. Accelerate clips the "
-                "accumulated gradients after each micro-batch. Losses differ from Accelerate's from here on. To clip "
+                "accumulated gradients after each micro-batch. As a result, losses differ from Accelerate's. To clip "
                 "only once with Accelerate too, write `if accelerator.sync_gradients:` before the call.",
                 key="gradients are clipped once",
             )

@@ -42,9 +42,9 @@ def set_module_tensor_to_device(
 ) -> None:
     """Move the parameter or buffer named ``tensor_name`` to a device, and set its value and dtype if they are given.
 
-    The ``value`` for the weight of a bitsandbytes layer is quantized, unless it already is. If it is an 8-bit weight,
-    pass its scales as ``fp16_statistics``. With ``clear_cache``, the memory of replaced values is returned to the
-    device. ``tied_params_map`` has no effect.
+    If the tensor is the weight of a bitsandbytes layer, ``value`` is quantized unless it is already quantized. For an
+    8-bit ``value``, pass its scales as ``fp16_statistics``. With ``clear_cache``, the memory of replaced values is
+    returned to the device. ``tied_params_map`` has no effect.
     """
     _tell_ties("set_module_tensor_to_device", tied_params_map)
     moves = _set_tensor(module, tensor_name, device, value, dtype, fp16_statistics, non_blocking)
@@ -61,7 +61,7 @@ def _set_tensor(
     scales: Tensor | None = None,
     non_blocking: bool = False,
 ) -> bool:
-    """Set a tensor; return True if its old value occupied memory of an accelerator."""
+    """Set a tensor; return True if its old value occupied memory on an accelerator."""
     place, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(place)
     if name == "weight" and value is not None and "" in quantized_layers(owner):
@@ -103,7 +103,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of buffers that are not in the ``state_dict``; with ``fqns``, full names within ``module``."""
+    """Return the names of buffers that are not in the ``state_dict``; with ``fqns``, their full names."""
     names = non_persistent_buffers(module) if recurse else set(unsaved_buffers(module))
     return names if fqns else {name.rpartition(".")[2] for name in names}
 
@@ -130,14 +130,14 @@ def _without_disk(limits: dict[Any, float], given: Mapping[Any, Any] | None) -> 
 
 @functools.wraps(infer_device_map.infer_auto_device_map)
 def infer_auto_device_map(*args: Any, **kwargs: Any) -> OrderedDict[str, Any]:
-    """Like Paceline's function of the same name, but return an OrderedDict."""
+    """Like Paceline's function of the same name, but returns an OrderedDict."""
     return OrderedDict(infer_device_map.infer_auto_device_map(*args, **kwargs))
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the size in bytes of a model and of its largest part, with the names of all parts of that size.
+    """Return the size in bytes of a model and of its largest submodule, with the names of all submodules of that size.
 
-    For a model without submodules, the parts are its own tensors.
+    For a model without submodules, the sizes and names are those of its own tensors.
     """
     sizes = Sizes(model)
     parts = [
@@ -154,7 +154,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """Return the size in bytes of the largest part that is not split, and the names of all parts of that size."""
+    """Return the size in bytes of the largest layer that is not split, and the names of all layers of that size."""
     found: list[tuple[int, str]] = []
     for prefix, module in modules:
         inside = {type(part).__name__ for part in module.modules()} if isinstance(module, nn.Module) else set()
@@ -172,9 +172,9 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, Any]],
 ) -> tuple[int, list[str], list[Any]]:
-    """Return the total size in bytes of a module and the modules tied to it, and the tied modules' names and objects.
+    """Return the total size in bytes of a module and its tied modules, and the names and objects of the tied modules.
 
-    Each tied tensor is counted once. The modules are in the order of ``tied_params``.
+    Each tied tensor is counted once. The tied modules are in the order of ``tied_params``.
     """
     owners = [[one for one in modules_to_treat if tied.startswith(f"{one[0]}.")] for tied in tied_params]
     with_ties = {found[0][0]: found[0][1] for found in owners if found}
@@ -184,7 +184,7 @@ def get_module_size_with_ties(
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Merge sibling modules on the same device into one entry under their parent's name; return the same dict."""
+    """Merge entries of sibling modules on the same device into one entry for their parent; return the same dict."""
     prefix = f"{module_name}." if module_name else ""
     inside = {name: one for name, one in device_map.items() if name.startswith(prefix)}
     short = join_neighbors({name.removeprefix(prefix): one for name, one in inside.items()})
@@ -200,11 +200,11 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Do nothing, because offloaded tensors, tied or not, are fetched to the device that uses them."""
+    """Do nothing, because offloaded tensors, whether tied or not, are copied to the device that uses them."""
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie the parameters with the given names again, using the first one that has values."""
+    """Tie the parameters with the given names again, using the first parameter that has values."""
     for names in tied_params:
         found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         values = [own_parameters(owner)[key] for owner, key in found]
@@ -223,7 +223,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Tensor]:
-    """Load the tensors in one file onto the devices in a device map and return them by name."""
+    """Load the tensors in a file onto the devices that a device map assigns, and return the tensors by name."""
     found = dict(mapped_tensors(Path(checkpoint_file)))
     if device_map is None:
         return found
@@ -271,7 +271,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return True if a module's weights are offloaded and fetched when it runs."""
+    """Return True if a module's weights are offloaded and loaded when the module runs."""
     return _part_of(module) is not None
 
 
@@ -285,7 +285,7 @@ def _part_of(module: nn.Module) -> Part | None:
 def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
     """Context manager that puts a module's own parameters on a device.
 
-    The default is the device on which an offloaded module runs.
+    By default, this is the device on which an offloaded module runs.
     """
     part = _part_of(module) if execution_device is None else None
     if part is not None:
@@ -316,8 +316,8 @@ def attach_execution_device_hook(
 ) -> None:
     """Make each module that has its own tensors move its inputs to a device.
 
-    A module whose class is in ``preload_module_classes`` does so for all its submodules. ``tied_params_map`` has no
-    effect.
+    A module whose class is in ``preload_module_classes`` moves the inputs for all its submodules. ``tied_params_map``
+    has no effect.
     """
     _tell_ties("attach_execution_device_hook", tied_params_map)
     whole = type(module).__name__ in (preload_module_classes or ())
@@ -338,7 +338,7 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Make a module move its inputs to the execution device and its submodules load their weights when they run.
+    """Make a module move its inputs to the execution device, and make its submodules load their weights when they run.
 
     ``module_name`` is the prefix of the names in ``weights_map``; ``tied_params_map`` has no effect.
     """
@@ -373,7 +373,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Call :func:`attach_align_device_hook` for each block. Devices and ``offload`` may be given per block, by name."""
+    """Call :func:`attach_align_device_hook` for each block. Devices and ``offload`` may be dicts with block names."""
     _tell_ties("attach_align_device_hook_on_blocks", tied_params_map)
     if not isinstance(execution_device, Mapping):
         execution_device = {module_name: execution_device}

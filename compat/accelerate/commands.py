@@ -23,7 +23,7 @@ default_yaml_config_file = str(Path(cache_dir) / "default_config.yaml")
 
 
 class _Parser(ArgumentParser):
-    """A parser whose result also has Accelerate's names for the script and its arguments."""
+    """A parser whose result also contains the script and its arguments under Accelerate's names."""
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         found, rest = super().parse_known_args(*args, **kwargs)
@@ -54,12 +54,12 @@ def _run(command: str, arguments: Namespace) -> None:
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
-    """Return a parser with the flags of ``paceline launch``, which include Accelerate's."""
+    """Return a parser with the flags of ``paceline launch``, which include Accelerate's flags."""
     return _parser("launch", launch_command, subparsers)
 
 
 def launch_command(args: Namespace) -> None:
-    """Run a script as ``paceline launch`` does, wait for it, and raise SystemExit if it failed."""
+    """Run a script as ``paceline launch`` does, wait for it to end, and raise SystemExit if it failed."""
     args.script = getattr(args, "training_script", args.script)
     args.script_args = getattr(args, "training_script_args", args.script_args)
     before = dict(os.environ)
@@ -149,7 +149,7 @@ class BaseConfig:
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> Any:
-        """Read a configuration file; by default, the one in use."""
+        """Read a configuration file. The default is the file in use."""
         content = cls.process_config(files.load(Path(yaml_file or default_config_file)))
         unknown = sorted(content.keys() - cls.__dataclass_fields__.keys())
         if unknown:
@@ -161,20 +161,20 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str] | None = None) -> Any:
-        """Read a configuration file; by default, the one in use."""
+        """Read a configuration file. The default is the file in use."""
         return cls.from_yaml_file(json_file)
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Write the settings to a file, in the format that its suffix selects."""
+        """Write the settings to a file, in the format that the suffix of its name indicates."""
         files.write_file(yaml_file, self.to_dict())
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
-        """Write the settings to a file, in the format that its suffix selects."""
+        """Write the settings to a file, in the format that the suffix of its name indicates."""
         self.to_yaml_file(json_file)
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Replace names from older files and set missing values in ``config_dict``; return it."""
+        """Replace old names and set missing values in ``config_dict``, and return ``config_dict``."""
         fp16, backend = config_dict.pop("fp16", False), config_dict.pop("dynamo_backend", None)
         if backend is not None:
             config_dict["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}

@@ -12,7 +12,7 @@ from ...settings import if_set, resolve
 
 @dataclass
 class ParallelismConfig(parallelism_config.ParallelismConfig):
-    """Paceline's ParallelismConfig, whose unset sizes are taken from the settings when it is created."""
+    """Paceline's ParallelismConfig, except that its unset sizes are taken from the settings when it is created."""
 
     def __post_init__(self) -> None:
         settings = resolve()
@@ -32,7 +32,7 @@ class ParallelismConfig(parallelism_config.ParallelismConfig):
 
 @dataclass
 class TorchDynamoPlugin(plugins.TorchDynamoPlugin):
-    """Paceline's TorchDynamoPlugin, whose unset fields are taken from the settings when it is created."""
+    """Paceline's TorchDynamoPlugin, except that its unset fields are taken from the settings when it is created."""
 
     def __post_init__(self) -> None:
         filled = plugins.choose_dynamo(plugins.TorchDynamoPlugin(**vars(self)), resolve())

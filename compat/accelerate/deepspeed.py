@@ -69,9 +69,9 @@ class DummyOptim:
 
     Args:
         params: parameters, or parameter groups.
-        lr: the learning rate, if the file has ``"auto"``.
-        weight_decay: the weight decay, if the file has ``"auto"``.
-        **kwargs: stored, but have no effect.
+        lr: the learning rate, used if the file has ``"auto"`` instead of a value.
+        weight_decay: the weight decay, used if the file has ``"auto"`` instead of a value.
+        **kwargs: stored, but otherwise unused.
     """
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -87,10 +87,11 @@ class DummyScheduler:
 
     Args:
         optimizer: the DummyOptim, or the optimizer.
-        total_num_steps: length of the schedule in updates, if the file has ``"auto"``.
-        warmup_num_steps: length of the warmup in updates, if the file has ``"auto"``.
-        lr_scheduler_callable: creates the schedule from the optimizer, if the file defines none.
-        **kwargs: stored, but have no effect.
+        total_num_steps: length of the schedule in updates, used if the file has ``"auto"`` instead of a value.
+        warmup_num_steps: length of the warmup in updates, used if the file has ``"auto"`` instead of a value.
+        lr_scheduler_callable: function that creates the schedule from the optimizer; used if the file defines no
+            schedule.
+        **kwargs: stored, but otherwise unused.
     """
 
     def __init__(
@@ -111,10 +112,11 @@ class DummyScheduler:
 
 @dataclass
 class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
-    """Paceline's DeepSpeedPlugin, whose configuration may define the optimizer and the schedule.
+    """Paceline's DeepSpeedPlugin, with a configuration that may define the optimizer and the schedule.
 
-    ``hf_ds_config`` is converted to an :class:`HfDeepSpeedConfig`, and its values are copied to the fields. Without it,
-    an :class:`HfDeepSpeedConfig` is created from the fields. Fields that are not set show Accelerate's defaults.
+    ``hf_ds_config`` is converted to an :class:`HfDeepSpeedConfig`, and its values are copied to the fields. Without
+    ``hf_ds_config``, an :class:`HfDeepSpeedConfig` is created from the fields. Fields that are not set show
+    Accelerate's defaults.
     """
 
     def __post_init__(self) -> None:
@@ -142,7 +144,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         vars(self)["_built"] = copy.deepcopy(self.get_value("zero_optimization") or {})
 
     def _show(self, values: Mapping[str, Any]) -> None:
-        """Set fields that are None to default values that count as not set."""
+        """Set fields that are None to default values, which still count as not set."""
         for name, value in values.items():
             if getattr(self, name) is None and value is not None:
                 setattr(self, name, value)
@@ -152,15 +154,16 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         """Return Paceline's plugin with the values that the script, the settings or the file set.
 
         Raises:
-            ValueError: if a value of ``zero_optimization`` that was not ``"auto"`` has been changed since.
+            ValueError: if a value in ``zero_optimization`` that was not ``"auto"`` was changed after the plugin was
+                created.
         """
         built = vars(self).get("_built", {})
         for name, value in (self.get_value("zero_optimization") or {}).items():
             if value != built.get(name) and "auto" not in (built.get(name), *_leaves(built.get(name))):
                 raise ValueError(
                     f"deepspeed_config['zero_optimization'][{name!r}] was set to {value!r} after the DeepSpeedPlugin "
-                    "was created, where it has no effect. Pass the value to DeepSpeedPlugin, such as zero_stage=3, or "
-                    "in its hf_ds_config."
+                    "was created, so the change has no effect. Pass the value to DeepSpeedPlugin, for example as "
+                    "zero_stage=3 or in hf_ds_config."
                 )
         defaults, found = vars(self)["_defaults"], {one.name: getattr(self, one.name) for one in fields(self)}
         found = {name: None if value in ("auto", defaults.get(name)) else value for name, value in found.items()}
@@ -182,13 +185,13 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return {**found, "gradient_clipping": self.gradient_clipping} if self.gradient_clipping else found
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """Return the plugin itself, which has read the settings, so that scripts see the filled values."""
+        """Return this plugin itself, which has already read the settings, so that scripts see their values."""
         del settings
         return self
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration. :meth:`fill` replaces its ``"auto"`` values."""
+        """The DeepSpeed configuration. :meth:`fill` replaces its ``"auto"`` values."""
         return self.hf_ds_config.config
 
     @deepspeed_config.setter
@@ -206,7 +209,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace an ``"auto"`` value with the argument of the same name; report any other value that differs from it.
+        """Replace an ``"auto"`` value with the argument of that name; report any other value that differs from it.
 
         Args:
             ds_key_long: dotted name of the value.
@@ -281,13 +284,13 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             else:
                 self.fill_match(prefix + name, found, must_match, **kwargs)
         if found and not prefix:
-            raise ValueError(f"{'; '.join(found)}. Change one of the two, or set the configuration's value to 'auto'.")
+            raise ValueError(f"{'; '.join(found)}. Make both values equal, or set the configuration's value to 'auto'.")
 
     def set_deepspeed_weakref(self) -> None:
         """Do nothing, because models are sharded when they are prepared, not when they are created."""
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Raise an error if the plugin names mixture-of-experts layers, which Paceline does not support.
+        """Raise an error if the plugin lists mixture-of-experts layers, which Paceline does not support.
 
         Args:
             model: not used.
@@ -299,7 +302,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         self.options()
 
     def read(self) -> dict[str, Any]:
-        """Return the configuration without ``"auto"`` values, the optimizer and the schedule."""
+        """Return the configuration without the optimizer, the schedule and ``"auto"`` values."""
         return self._asked().read()
 
     def options(self) -> dict[str, Any]:
@@ -307,14 +310,14 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return self._asked().options()
 
     def decided(self, name: str) -> Any:
-        """Return a value as Paceline's plugin does, but 1.0 for ``gradient_clipping`` if it is ``"auto"``."""
+        """Return the value that Paceline's plugin returns, but 1.0 for a ``gradient_clipping`` of ``"auto"``."""
         found = self._asked().decided(name)
         if found is None and name == "gradient_clipping":
             found = 1.0 if self.is_auto(name) else self.get_value(name)
         return found
 
     def micro_batches(self, steps: int | None) -> int | None:
-        """Return the Accelerator's number if it is set: the loop may count micro-batches itself, as DeepSpeed says."""
+        """Return the Accelerator's number of micro-batches or, if not set, the DeepSpeed configuration's number."""
         return self.decided("gradient_accumulation_steps") if steps is None else steps
 
     @property
@@ -324,7 +327,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return float((self.decided("gradient_clipping") if found is None else found) or 0.0) or None
 
     def fill(self, objects: Iterable[Any], steps: int, world: int, split: bool) -> int:
-        """Replace the ``"auto"`` values that follow from the prepared objects.
+        """Replace the ``"auto"`` values that can be derived from the prepared objects.
 
         Args:
             objects: the objects to prepare: loaders, DummyOptim and DummyScheduler.
@@ -333,7 +336,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             split: whether processes share batches.
 
         Returns:
-            The configuration's number of micro-batches. A loop that counts them itself may have another ``steps``.
+            The configuration's number of micro-batches. ``steps`` may differ if the loop counts micro-batches itself.
         """
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size]
         sizes = [int(one.batch_size or 0) // (world if split else 1) for one in loaders]
@@ -357,7 +360,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return counted
 
     def _replace(self, values: Mapping[str, Any]) -> None:
-        """Replace ``"auto"`` values; ``values`` has dotted names."""
+        """Replace ``"auto"`` values with ``values``, which are keyed by dotted names."""
         for name, value in values.items():
             place, last = _place(self.deepspeed_config, name)
             if place is not None and place.get(last) == "auto" and value is not None:
@@ -377,7 +380,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _buckets(config: Any) -> dict[str, int]:
-    """Return the values that depend on the size of a model's hidden states, if its configuration has that size."""
+    """Return the values that depend on the hidden size of a model, if the model's configuration defines that size."""
     size = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or (0,))
     values = {
         "reduce_bucket_size": size * size,
@@ -388,7 +391,7 @@ def _buckets(config: Any) -> dict[str, int]:
 
 
 def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any]:
-    """Return the schedule's values for a DeepSpeed file. Scripts count steps before loaders are sharded."""
+    """Return a schedule's values for a DeepSpeed file. Scripts count the steps before loaders are sharded."""
     own, total = schedule.optimizer, schedule.total_num_steps
     return {
         "warmup_min_lr": 0,
@@ -464,11 +467,11 @@ class HfDeepSpeedConfig:
         return found is not None and not found
 
     def is_zero2(self) -> bool:
-        """Return True for stage 2."""
+        """Return True for ZeRO stage 2."""
         return self.get_value("zero_optimization.stage", -1) == 2
 
     def is_zero3(self) -> bool:
-        """Return True for stage 3."""
+        """Return True for ZeRO stage 3."""
         return self.get_value("zero_optimization.stage", -1) == 3
 
     def is_offload(self) -> bool:
@@ -482,7 +485,7 @@ class HfDeepSpeedConfig:
 def get_active_deepspeed_plugin(state: Any) -> Any:
     """Return the DeepSpeed plugin in an AcceleratorState."""
     if state.deepspeed_plugin is None:
-        raise ValueError("This Accelerator has no DeepSpeedPlugin. Pass Accelerator(deepspeed_plugin=...).")
+        raise ValueError("The AcceleratorState has no DeepSpeedPlugin. Pass Accelerator(deepspeed_plugin=...).")
     return state.deepspeed_plugin
 
 
@@ -490,7 +493,7 @@ def created(objects: tuple[Any, ...], plugin: Any) -> list[Any]:
     """Replace each DummyOptim and DummyScheduler with the torch object that the filled configuration defines.
 
     Raises:
-        ValueError: if the configuration and the script both define the optimizer or the schedule, or neither does.
+        ValueError: if the configuration and the script both define the optimizer or the schedule, or if neither does.
     """
     config = without_auto(plugin.deepspeed_config) if isinstance(plugin, DeepSpeedPlugin) else {}
     optimizers = {id(one): _optimizer(one, config) for one in objects if isinstance(one, DummyOptim)}
@@ -509,7 +512,7 @@ def _refuse_both(name: str, objects: Any, kind: type, dummy: bool, config: Mappi
         stand_in = "DummyOptim" if name == "optimizer" else "DummyScheduler"
         raise ValueError(
             f"The DeepSpeed configuration defines the {name}, and the script creates one too. Remove {name!r} from the "
-            f"configuration, or create an accelerate.utils.{stand_in} in the script."
+            f"configuration, or create an accelerate.utils.{stand_in} in the script instead."
         )
 
 
@@ -550,7 +553,7 @@ def _scheduler(dummy: DummyScheduler, optimizer: Any, config: Mapping[str, Any])
         )
     if kind in ("WarmupDecayLR", "WarmupCosineLR") and "total_num_steps" not in params:
         raise ValueError(
-            f"{kind} in the DeepSpeed configuration has no length. Pass DummyScheduler(total_num_steps=...), and set "
-            "'total_num_steps' to \"auto\" in the configuration."
+            f"The {kind} schedule in the DeepSpeed configuration has no length. Pass "
+            "DummyScheduler(total_num_steps=...), and set 'total_num_steps' to \"auto\" in the configuration."
         )
     return getattr(schedules, kind)(optimizer, **params)

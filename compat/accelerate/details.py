@@ -27,7 +27,7 @@ from ...processes.device_transfer import move
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type | None:
-    """Return the class named ``name`` of a module or one of its submodules; None if there is none."""
+    """Return the class called ``name`` of a module or of one of its submodules; None if there is no such class."""
     return next((type(one) for one in module.modules() if type(one).__name__ == name), None)
 
 
@@ -69,7 +69,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str]) -> bool:
-    """Return True for a linear layer that is not listed and whose sizes are multiples of 16."""
+    """Return True for a linear layer that is not in ``layers_to_filter`` and whose sizes are multiples of 16."""
     if not isinstance(module, nn.Linear) or fqn in layers_to_filter:
         return False
     return not module.in_features % 16 and not module.out_features % 16
@@ -81,7 +81,7 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return True if two devices are the same; a device without an index is the first of its type."""
+    """Return True if two devices are the same. A device without an index means the first device of its type."""
     if first_device.type != second_device.type:
         return False
     return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
@@ -124,7 +124,7 @@ def get_shape(data: Any) -> Any:
 
 
 def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the shape and dtype number of a tensor that only one process has."""
+    """Return the shape and the number of the dtype of a tensor that only one process has."""
     found = PartialState().strategy.gather_objects(
         None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
     )
@@ -133,7 +133,7 @@ def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that compares the shapes of the processes' tensors first, if ``PartialState().debug`` is set."""
+    """Decorator that first compares the tensors' shapes on all processes, if ``PartialState().debug`` is set."""
 
     @functools.wraps(function)
     def verified(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that names the function in a DistributedOperationException."""
+    """Decorator that adds the function's name to a DistributedOperationException."""
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +256,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def test_launch() -> None:
-    """Join the process group, as a check that this works."""
+    """Join the process group, to check that joining works."""
     PartialState()
 
 

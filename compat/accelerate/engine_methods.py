@@ -20,7 +20,7 @@ _LATEST = "latest"
 
 
 class EngineMethods:
-    """Saves and loads one prepared model and its optimizer as DeepSpeed's engine does.
+    """Saves and loads a prepared model and its optimizer as DeepSpeed's engine does.
 
     A checkpoint has full weights and a full optimizer state, so any number of processes can read it.
 
@@ -40,18 +40,18 @@ class EngineMethods:
         return {"_prepared": None, "_model": None}
 
     def attach(self, model: nn.Module) -> None:
-        """Add the methods to the model."""
+        """Add the engine's methods to the model."""
         for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
             vars(model)[name] = getattr(self, name)
         _let_config_be_read(getattr(model, "config", None))
 
     def _found(self, asked: str) -> tuple[Any, list[Any]]:
-        """Return the model's placement and its optimizers."""
+        """Return the model's :class:`PreparedModel` and its optimizers."""
         prepared = None if self._prepared is None else self._prepared()
         model = None if self._model is None else self._model()
         if prepared is None or model is None:
             raise RuntimeError(
-                f"model.{asked}() was called on a model whose Accelerator no longer exists, or that was pickled. "
+                f"model.{asked}() was called on a model that was unpickled, or whose Accelerator no longer exists. "
                 "Prepare the model again: model = accelerator.prepare(model)."
             )
         placement = prepared.placement(model, asked)
@@ -69,10 +69,10 @@ class EngineMethods:
 
         Args:
             save_dir: folder of checkpoints.
-            tag: name of the checkpoint; None means ``global_step`` and the number of updates.
+            tag: name of the checkpoint; None means ``global_step`` followed by the number of updates.
             client_state: values that :meth:`load_checkpoint` returns.
             save_latest: whether to write the tag to the file ``latest``.
-            exclude_frozen_parameters: leave out parameters that do not require gradients.
+            exclude_frozen_parameters: whether to leave out parameters that do not require gradients.
 
         Returns:
             True.
@@ -103,21 +103,21 @@ class EngineMethods:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint of :meth:`save_checkpoint`. Every process must call this.
+        """Load a checkpoint written by :meth:`save_checkpoint`. Every process must call this.
 
         Args:
             load_dir: folder of checkpoints.
-            tag: name of the checkpoint; None means the one that the file ``latest`` names.
+            tag: name of the checkpoint; None means the name in the file ``latest``.
             load_module_strict: whether the names of the weights must match exactly.
             load_optimizer_states: whether to load the optimizer's state.
-            load_lr_scheduler_states: no effect: schedules have a ``state_dict`` of their own.
-            load_module_only: load the weights and nothing else.
+            load_lr_scheduler_states: has no effect, because schedules are saved with their own ``state_dict``.
+            load_module_only: whether to load only the weights.
 
         Returns:
-            The checkpoint's path and ``client_state``; ``(None, {})`` if ``tag`` is None and there is no ``latest``.
+            The checkpoint's path and ``client_state``; ``(None, {})`` if ``tag`` is None and ``latest`` does not exist.
 
         Raises:
-            FileNotFoundError: the folder has no such checkpoint, or one that DeepSpeed itself has written.
+            FileNotFoundError: there is no such checkpoint, or DeepSpeed itself wrote the checkpoint.
         """
         del load_lr_scheduler_states
         placement, optimizers = self._found("load_checkpoint")
@@ -128,9 +128,9 @@ class EngineMethods:
         folder = Path(load_dir) / (latest.read_text().strip() if tag is None else str(tag))
         if not (folder / _FILE).is_file():
             raise FileNotFoundError(
-                f"load_checkpoint({str(load_dir)!r}): there is no {str(folder / _FILE)!r}. Paceline does not read "
-                "checkpoints that DeepSpeed itself has written. Convert their weights with its zero_to_fp32.py, "
-                "load these into the model, and start a new run."
+                f"load_checkpoint({str(load_dir)!r}): there is no {str(folder / _FILE)!r}. Paceline cannot read "
+                "checkpoints that DeepSpeed itself has written. Convert such a checkpoint with DeepSpeed's "
+                "zero_to_fp32.py, load the resulting weights into the model, and start a new run."
             )
         state = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
         strategy.load_model_state(module, state["module"], load_module_strict)
@@ -148,9 +148,9 @@ class EngineMethods:
         """Write the full weights to one file. Every process must call this.
 
         Args:
-            save_dir: folder.
+            save_dir: folder for the file.
             save_filename: name of the file.
-            exclude_frozen_parameters: leave out parameters that do not require gradients.
+            exclude_frozen_parameters: whether to leave out parameters that do not require gradients.
 
         Returns:
             True.
@@ -165,7 +165,7 @@ class EngineMethods:
 
 
 def _weights(placement: Any, trained_only: bool) -> dict[str, Any]:
-    """Return the full weights of a model, on the main process."""
+    """Return the full weights of a model (on the main process)."""
     module = placement.module
     left_out: set[str] = set()
     if trained_only:
@@ -175,7 +175,7 @@ def _weights(placement: Any, trained_only: bool) -> dict[str, Any]:
 
 
 def _let_config_be_read(config: Any) -> None:
-    """Give a configuration of transformers ``get``: ``Trainer.save_model`` takes it for the engine's dict."""
+    """Add a ``get`` method to a transformers configuration, because ``Trainer.save_model`` reads it like a dict."""
     kind = getattr(sys.modules.get("transformers"), "PreTrainedConfig", None)
     if kind is not None and isinstance(config, kind) and not hasattr(config, "get"):
         kind.get = _get

@@ -32,7 +32,7 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for a word that means yes and 0 for one that means no; with ``to_bool``, return True or False."""
+    """Return 1 for a word that means yes and 0 for a word that means no; with ``to_bool``, return True or False."""
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(messages.unknown("truth value", value, (*_TRUE, *_FALSE)))
@@ -140,7 +140,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the device type, and the name of the DistributedType for training on several such devices."""
+    """Return the device type, and the name of the DistributedType for training on several devices of that type."""
     kind = find_kind("auto")
     several = "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
     return kind, several if several in DistributedType.__members__ else "NO"
@@ -169,14 +169,14 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def check_os_kernel() -> None:
-    """Warn about Linux versions before 5.5, on which processes may hang."""
+    """Warn if the Linux kernel is older than 5.5, because processes may hang on it."""
     release = platform.release().split("-")[0]
     if platform.system() == "Linux" and compare_versions(release, "<", "5.5.0"):
         messages.warn(f"Processes may hang on Linux {release}. Upgrade to Linux 5.5 or newer.")
 
 
 def load_config_from_file(config_file: str | None = None) -> Any:
-    """Return an object with a file's settings as attributes, plus ``to_dict()``; by default, read the file in use."""
+    """Return the settings in a file (by default, the file in use) as an object with attributes and ``to_dict()``."""
     path = config_file or files.find_file()
     if path is None:
         raise FileNotFoundError(
@@ -193,7 +193,7 @@ def write_basic_config(
     messages.ignored("write_basic_config", "the file contains only mixed_precision", False, **more)
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
-        messages.warn(f"{path} already exists and was left unchanged. Delete it to write a new one.")
+        messages.warn(f"{path} already exists and was left unchanged. To write a new file, delete the old one.")
         return False
     files.write_file(path, {"mixed_precision": mixed_precision})
     return path

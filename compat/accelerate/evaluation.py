@@ -1,9 +1,9 @@
-"""Handle losses that a loop gathers once per sample, so that their mean is weighted by the number of samples.
+"""Adjusts losses that a loop gathers once per sample, so that their mean is weighted by the number of samples.
 
 Such loops call ``gather_for_metrics(loss.repeat(batch_size))`` with a loss that is the mean over a process's samples.
 ``transformers.Trainer`` first gathers the number of items (tokens) in the batch. Each process then divides the sum of
-its own items' losses by that number, and multiplies the result by the number of processes. The mean of all processes'
-losses is then the loss of the batch, even if the processes have different numbers of samples.
+its own items' losses by that number, and multiplies the result by the number of processes. The mean over all processes
+is then the loss of the batch, even if the processes have different numbers of samples.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .loaders import DataLoaderShard
 
 
 def note_items(state: GradientState, gathered: Any) -> None:
-    """Store the number of items that a loop gathers for the last batch of a pass."""
+    """Store the number of items that a loop has gathered for the last batch of a pass."""
     number = isinstance(gathered, Tensor) and gathered.dtype == torch.int64 and not gathered.dim()
     if number and state.end_of_dataloader:
         state.counted = state.active_dataloader, gathered
 
 
 def once_per_sample(data: Any, loader: DataLoaderShard, state: GradientState, strategy: Strategy, split: bool) -> Any:
-    """Return the data that a loop gathers for a batch, with one row of repeated losses per sample of this process.
+    """Return the data that a loop gathers for a batch, with exactly one copy of the loss per sample of this process.
 
     Every process must call this.
 
@@ -37,7 +37,7 @@ def once_per_sample(data: Any, loader: DataLoaderShard, state: GradientState, st
         loader: the loader of the batch.
         state: the gradient state of the Accelerator that gathers.
         strategy: the Accelerator's strategy.
-        split: whether processes share batches, so that each repeats its loss for all processes' samples.
+        split: whether processes share batches, so that each process repeats its loss for the samples of all processes.
     """
     total = loader.total_batch_size or 0
     full = total // strategy.num_data_ranks
@@ -57,9 +57,9 @@ def _is_repeated(value: Any, size: int) -> bool:
 
 
 def _loss_of_all(value: Any, size: int, samples: int, short: bool, state: GradientState, strategy: Strategy) -> Any:
-    """Return the loss of a pass's last batch over all processes.
+    """Return the loss over all processes for the last batch of a pass.
 
-    If ``value`` is not one loss of this process, repeated, return it unchanged.
+    If ``value`` does not consist of copies of this process's loss, return ``value`` unchanged.
     """
     loader, items = state.counted or (None, None)
     if items is None:

@@ -9,7 +9,7 @@ from ...accelerator import accumulation
 
 
 class _OfTheLast(type):
-    """Makes ``GradientState()`` return the newest Accelerator's state, and ``isinstance`` accept any Accelerator's."""
+    """Makes ``GradientState()`` return the newest Accelerator's state, while ``isinstance`` accepts all states."""
 
     last: weakref.ref[accumulation.GradientState] | None = None
     alone: accumulation.GradientState | None = None
@@ -25,18 +25,18 @@ class _OfTheLast(type):
 
 
 class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
-    """The accumulation window of the newest Accelerator; each Accelerator has its own.
+    """The accumulation state of the newest Accelerator; each Accelerator has its own state.
 
     If there is no Accelerator, this is a state with the default settings.
     """
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the state, so that the next Accelerator or the next call provides a new one."""
+        """Discard the state, so that the next Accelerator or the next call creates a new state."""
         _OfTheLast.last = _OfTheLast.alone = None
 
 
 def newest_is(state: accumulation.GradientState, replace: bool = True) -> None:
-    """Make ``GradientState()`` return this state; without ``replace``, only if no Accelerator provides one yet."""
+    """Make ``GradientState()`` return this state; without ``replace``, only if no Accelerator provides a state yet."""
     if replace or _OfTheLast.last is None or _OfTheLast.last() is None:
         _OfTheLast.last = weakref.ref(state)

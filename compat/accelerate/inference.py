@@ -1,4 +1,4 @@
-"""``accelerate.prepare_pippy``: distribute a model over processes for inference, with torch.distributed.pipelining."""
+"""``accelerate.prepare_pippy``: distributes a model over processes for inference, with torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def prepare_pippy(
     different parts of a batch at the same time.
 
     Args:
-        model: the model. torch exports its graph with the example inputs, so its shapes must not depend on values.
+        model: the model. torch exports the model's graph with the example inputs, so shapes in the model must not
+            depend on the values of tensors.
         split_points: names of the first modules of the second and later parts; ``"auto"`` makes parts with about the
             same number of parameters.
-        no_split_module_classes: names of classes whose modules stay in one part.
+        no_split_module_classes: names of classes whose modules are not split.
         example_args: example inputs, with the shapes of a batch.
         example_kwargs: example inputs by name.
-        num_chunks: number of parts of a batch; the number of processes if None.
+        num_chunks: number of micro-batches per batch; None means the number of processes.
         gather_output: whether all processes get the outputs.
     """
     state = PartialState()
@@ -67,20 +68,21 @@ def prepare_pippy(
 
 
 def _refuse_other_parts(model: nn.Module, split_points: Sequence[str], world: int) -> None:
-    """Raise an error unless there is one part per process and each begins at an existing module."""
+    """Raise an error unless there is one part per process, and each part begins at an existing module."""
     known = [name for name, _ in model.named_modules() if name]
     for name in split_points:
         if name not in known:
             raise ValueError(messages.unknown("module in prepare_pippy(split_points=...)", name, known))
     if len(split_points) + 1 != world:
         raise ValueError(
-            f"prepare_pippy(split_points={list(split_points)!r}) makes {len(split_points) + 1} parts, but there are "
-            f"{world} processes, and each runs one part. Pass {world - 1} in split_points, or 'auto'."
+            f"prepare_pippy(split_points={list(split_points)!r}) divides the model into {len(split_points) + 1} parts, "
+            f"but there are {world} processes, and each process runs one part. Pass {world - 1} split points, or "
+            "'auto'."
         )
 
 
 def _forward(schedule: Any, size: int, gather_output: bool) -> Callable[..., Any]:
-    """Return the forward method of a model whose pipeline takes ``size`` rows at a time."""
+    """Return the forward method of a model whose pipeline processes ``size`` rows at a time."""
     state = PartialState()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +101,7 @@ def _forward(schedule: Any, size: int, gather_output: bool) -> Callable[..., Any
 
 
 def _equal_parts(model: nn.Module, count: int, whole: Sequence[str]) -> list[str]:
-    """Divide a model into equal parts; return the name of the first module of each part but the first."""
+    """Divide a model into equal parts; return the name of the first module of each part except the first part."""
     blocks = [(name, sum(one.numel() for one in block.parameters())) for name, block in _blocks(model, "", whole)]
     if len(blocks) < count:
         raise ValueError(
@@ -116,7 +118,7 @@ def _equal_parts(model: nn.Module, count: int, whole: Sequence[str]) -> list[str
 
 
 def _blocks(module: nn.Module, prefix: str, whole: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules with parameters in order, including those inside lists and sequences."""
+    """Return the modules that have parameters, in order, including modules inside lists and sequences."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
         full = f"{prefix}{name}"

@@ -1,4 +1,4 @@
-"""``accelerate``'s loader classes. Prepared loaders are instances of them, and programs can create them directly."""
+"""``accelerate``'s loader classes, which programs can instantiate. Prepared loaders are also instances of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DataLoaderAdapter(loaders.DataLoaderShard):
     Args:
         dataset: the dataset.
         use_stateful_dataloader: whether the loader is also a torchdata StatefulDataLoader.
-        batch_sampler: yields the indices of each batch.
+        batch_sampler: sampler that yields the indices of each batch.
         **kwargs: arguments of DataLoader.
     """
 
@@ -76,7 +76,7 @@ class DataLoaderShard(DataLoaderAdapter):
         dataset: the dataset.
         device: where to move batches; None leaves them on the CPU.
         rng_types: RNG states that all processes copy from process 0 when a pass begins.
-        synchronized_generator: the generator that ``"generator"`` in ``rng_types`` refers to.
+        synchronized_generator: the generator to synchronize if ``rng_types`` contains ``"generator"``.
         skip_batches: number of batches to skip at the beginning of each pass.
         use_stateful_dataloader: whether the loader is also a torchdata StatefulDataLoader.
         **kwargs: arguments of DataLoader. Accelerate's private arguments are accepted and ignored.

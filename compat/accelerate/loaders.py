@@ -1,4 +1,4 @@
-"""Prepared loaders with Accelerate's order: the same script with the same seed uses the same random numbers."""
+"""Prepared loaders that use the same sample order and random numbers as Accelerate, given the same script and seed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ...strategies.base import Strategy
 class DataLoaderShard(PreparedLoader):
     """A prepared loader that shuffles and draws random numbers as Accelerate does.
 
-    With one process, the loader draws its order from torch's global generator, as without Accelerate. With several, its
-    sampler gets its own generator, seeded with one draw from the global one. With ``use_seedable_sampler``, the order
-    depends on the seed and the number of complete passes. The next batch is always fetched before the current one is
-    yielded. Process 0 reads iterable datasets for all processes.
+    With one process, the loader draws its order from torch's global generator, as a plain DataLoader does. With several
+    processes, its sampler gets its own generator, seeded with one draw from the global generator. With
+    ``use_seedable_sampler``, the order depends on the seed and the number of complete passes. The next batch is always
+    fetched before the current batch is yielded. Process 0 reads iterable datasets for all processes.
 
     Args:
-        **options: other arguments of ``PreparedLoader``, except ``seed``, which the loader chooses itself.
+        **options: other arguments of ``PreparedLoader``, except ``seed``, which this class chooses itself.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DataLoaderShard(PreparedLoader):
         self.gradient_state.end(self)
 
     def reset(self) -> None:
-        """Forget that the last batch was read."""
+        """Clear the record that the last batch has been read."""
         self.end_of_dataloader = False
 
     @property
@@ -141,11 +141,11 @@ class DataLoaderShard(PreparedLoader):
         return super()._continue(position)
 
     def _tell_order(self) -> None:
-        """Report how the order differs from Accelerate's after loading a state that was saved inside a pass."""
+        """Report how the sample order differs from Accelerate's after loading a state that was saved during a pass."""
         if isinstance(self._sampler, RandomSampler) and (self.seed is None or not self._first):
             _tell(
-                "The pass in which the loaded state was saved continues in its own order, so that each sample "
-                "appears once. Accelerate takes the rest of the pass from a different order.",
+                "The pass during which the loaded state was saved continues in its original order, so that each "
+                "sample appears once. Accelerate draws the remaining samples of the pass from a different order.",
                 key="the order of an interrupted pass",
             )
 
@@ -153,7 +153,7 @@ class DataLoaderShard(PreparedLoader):
         return True
 
     def _yield_batches(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
-        """Yield the batches of a pass. A pass that the loop leaves early does not count, so the next one repeats it."""
+        """Yield a pass's batches. A pass that the loop leaves early does not count, so the next pass repeats it."""
         use, self._place.epoch = FirstUse(self.gradient_state), one.epoch
         try:
             yield from super()._yield_batches(one, iterator)
@@ -163,39 +163,39 @@ class DataLoaderShard(PreparedLoader):
                 self._tell_differences()
 
     def _tell_differences(self) -> None:
-        """Report how a training pass, or the next one, differs from Accelerate's."""
+        """Report how this training pass or the next one differs from the same pass with Accelerate."""
         state, world = self.gradient_state, self.strategy.num_data_ranks
         window, steps = state.window, state.num_steps
         if window.complete and not window.free and 0 < window.count < steps:
             _tell(
-                f"The last window of a pass has {window.count} of {steps} micro-batches. Its gradient is their mean, "
-                f"whereas Accelerate divides their sum by {steps}.",
+                f"The last window of a pass has {window.count} of {steps} micro-batches. Its gradient is the mean "
+                f"over these micro-batches, whereas Accelerate divides the sum by {steps}.",
                 key="the last window is short",
             )
         if steps > 1 and sum(one.count > 0 for one in state.windows.values()) > 1:
             _tell(
-                "Each argument of accumulate has its own accumulation window, whereas in Accelerate, all accumulate "
-                "blocks count toward the same window.",
+                "Each group of models passed to accumulate has its own accumulation window, whereas in Accelerate, "
+                "all accumulate blocks count toward the same window.",
                 key="several windows",
             )
         if world > 1 and self.remainder > 0:
             theirs = "repeats other samples" if self._even else "fills the batches of the first processes"
             _tell(
                 f"The dataset's last samples ({self.remainder} of {self.total_dataset_length}) do not fill a batch on "
-                f"each of {world} processes. The processes share them, so that each sample counts once, whereas "
-                f"Accelerate {theirs}.",
+                f"each of {world} processes. The processes divide these samples, so that each sample counts once, "
+                f"whereas Accelerate {theirs}.",
                 key="the last batches are not full",
             )
         if self._skip and self.seed is not None:
             _tell(
-                "The pass after one over skip_first_batches(...) uses the order of the next epoch. Accelerate's "
-                "seedable sampler repeats the order of the pass that skipped batches.",
+                "After a pass over skip_first_batches(...), the next pass uses the order of the next epoch, whereas "
+                "Accelerate's seedable sampler repeats the order of the pass that skipped batches.",
                 key="the order after a pass that skipped batches",
             )
 
 
 def _tell(difference: str, key: str) -> None:
-    messages.info_once(f"{difference} Losses differ from Accelerate's from here on.", key=key)
+    messages.info_once(f"{difference} As a result, losses differ from Accelerate's.", key=key)
 
 
 def dispatches(loader: DataLoader[Any], config: DataLoaderConfiguration, device_placement: bool) -> bool:
@@ -217,10 +217,10 @@ def _draw() -> int:
 
 
 def _first_draws(loader: DataLoader[Any]) -> Tensor | None:
-    """Draw the random numbers that begin the first pass, as Accelerate does when it prepares a stateful loader.
+    """Draw the first random numbers of the first pass, as Accelerate does when it prepares a stateful loader.
 
     Returns:
-        The state of the global generator before these draws; None if the pass draws them itself.
+        The state of the global generator before these draws; None if the numbers are drawn when the pass begins.
     """
     before, sampler = torch.get_rng_state(), sampler_of(loader)
     if loader.num_workers and not isinstance(sampler, (RandomSampler, SequentialSampler, type(None))):
@@ -237,8 +237,8 @@ def _shared(seeds: list[int]) -> int:
     if len(set(seeds)) > 1:
         messages.info_once(
             "The processes have different seeds (set_seed(..., device_specific=True)). They all shuffle with process "
-            "0's seed, so that each sample appears once. With Accelerate's seedable sampler, each process has its "
-            "own order, so samples are repeated or left out. To choose the seed, pass "
+            "0's seed, so that each sample appears once. With Accelerate's seedable sampler, each process would use "
+            "its own order, so samples would be repeated or left out. To choose the seed, pass "
             "DataLoaderConfiguration(data_seed=...)."
         )
     return seeds[0]

@@ -36,7 +36,7 @@ def has_compiled_regions(module: Any) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a module's repeated blocks, or the entire module if it has none; return the same module."""
+    """Compile a module's repeated blocks, or the entire module if it has no such blocks; return the same module."""
     if not compile_repeated(module, compile_kwargs):
         compile_one(module, compile_kwargs)
     return module
@@ -62,7 +62,7 @@ def _below(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``state_dict`` with each tensor contiguous and under only one name, as safetensors requires."""
+    """Return a ``state_dict`` in which each tensor is contiguous and has only one name, as safetensors requires."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -101,7 +101,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> Any:
-    """Load a file from :func:`save_fsdp_model` and return the keys that do not match. Every process must call this."""
+    """Load a file written by :func:`save_fsdp_model`; return keys that do not match. Every process must call this."""
     _refuse_adapters(model, adapter_only)
     placement = accelerator.prepared.placement(model, "load_fsdp_model")
     state = _read(_path(input_dir, "pytorch_model_fsdp", model_index))
@@ -132,7 +132,7 @@ def load_fsdp_optimizer(
     optimizer_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Load a file from :func:`save_fsdp_optimizer`. Every process must call this."""
+    """Load a file written by :func:`save_fsdp_optimizer`. Every process must call this."""
     _refuse_adapters(model, adapter_only)
     module = accelerator.prepared.placement(model, "load_fsdp_optimizer").module
     state = _read(_path(input_dir, "optimizer", optimizer_index))
@@ -151,7 +151,7 @@ def _tell_whole(where: str, fsdp_plugin: Any) -> None:
     asked = str(getattr(fsdp_plugin, "state_dict_type", None))
     messages.ignored(
         where,
-        "these files always contain the full state; accelerator.save_state() saves shards",
+        "these files always contain the full state, whereas accelerator.save_state() can save shards",
         state_dict_type=asked if "SHARDED" in asked.upper() else None,
     )
 
@@ -161,7 +161,7 @@ def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:
 
 
 def _write(accelerator: own.Accelerator, state: dict[str, Any], path: Path) -> None:
-    """Write the file atomically on the main process while the other processes wait."""
+    """Write a file atomically on the main process while the other processes wait."""
     if accelerator.is_main_process:
         save_object(state, path, False)
     accelerator.wait_for_everyone()

@@ -205,12 +205,12 @@ _LEFT_OUT = {
         "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING convert_config_to_fsdp2 load_config to_fsdp2_command "
         "to_fsdp2_command_parser"
     ),
-    "Paceline does not start jobs on SageMaker or TPU pods. Run `paceline launch` there": (
+    "Paceline does not start jobs on SageMaker or TPU pods. Run `paceline launch` on those machines": (
         "SageMakerConfig get_sagemaker_input sagemaker_launcher tpu_command_launcher tpu_command_parser tpu_launcher "
         "tpu_pod_launcher"
     ),
     "Run `paceline test`": "test_ops test_script test_sync",
-    "It compares Accelerate's own examples with each other. Compare files with difflib": (
+    "This function compares Accelerate's own examples with each other. Compare files with difflib": (
         "clean_lines compare_against_test get_function_contents_by_name mocked_dataloaders_for_autoregressive_models"
     ),
     "Use infer_auto_device_map": "fallback_allocate",
@@ -222,7 +222,7 @@ _LEFT_OUT = {
         "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler load_accelerator_state load_custom_state "
         "merge_fsdp_weights save_accelerator_state save_custom_state"
     ),
-    "Paceline creates the DeepSpeed engine in accelerator.prepare. Pass it a torch optimizer and scheduler": (
+    "Paceline creates the DeepSpeed engine in accelerator.prepare. Pass a torch optimizer and scheduler to prepare": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper GatheredParameters "
         "compile_regions_deepspeed deepspeed_launcher map_pytorch_optim_to_deepspeed"
     ),
@@ -286,7 +286,7 @@ _VALUES = CONSTANTS | probes.ANSWERS
 
 @functools.cache
 def fallback(name: str) -> Any:
-    """Return a placeholder for a name that Paceline does not have; UNKNOWN if Accelerate does not have it either."""
+    """Return a placeholder for a name that only Accelerate has; UNKNOWN if Accelerate does not have the name either."""
     return placeholder(name, f"is not available: {UNSUPPORTED[name]}") if name in UNSUPPORTED else UNKNOWN
 
 

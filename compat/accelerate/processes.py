@@ -20,7 +20,7 @@ def _strategy() -> Strategy:
 
 
 class _OtherProcess(Strategy):
-    """Stands for a process, which need not exist, whose part of the data a loader reads."""
+    """Stands for a (possibly nonexistent) process whose shard of the data a loader reads."""
 
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
         super().__init__(device)
@@ -36,7 +36,7 @@ class _OtherProcess(Strategy):
 
 
 def gather(tensor: Any) -> Any:
-    """Gather tensors like ``accelerator.gather``."""
+    """Gather tensors as ``accelerator.gather`` does."""
     return operations.gather(tensor, _strategy())
 
 
@@ -63,7 +63,7 @@ def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float =
 
 def tell_scale(where: str, scale: float) -> None:
     """Report once that a reduction ignores ``scale``."""
-    messages.ignored(where, "Accelerate itself uses it only with torch_xla", scale=scale if scale != 1.0 else None)
+    messages.ignored(where, "Accelerate itself uses scale only with torch_xla", scale=scale if scale != 1.0 else None)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -83,7 +83,7 @@ def wait_for_everyone() -> None:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object like ``accelerator.save``. With ``save_on_each_node``, each machine's first process writes it."""
+    """Write an object as ``accelerator.save`` does; with ``save_on_each_node``, on the first process per machine."""
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
         save_object(obj, f, safe_serialization)
@@ -103,7 +103,7 @@ def prepare_data_loader(
     rng_types: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a loader that yields one process's shard of the data, by default this process's.
+    """Return a loader that yields one process's shard of the data (by default, this process's shard).
 
     Batches are moved to this process's device. ``options`` are arguments of ``DataLoaderConfiguration``.
     """

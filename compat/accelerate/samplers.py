@@ -1,7 +1,7 @@
 """``accelerate``'s samplers and datasets that give each process its shard, for loops that use them directly.
 
-``prepare`` does not need them. Like Accelerate's, they repeat samples from the beginning if the last samples do not
-fill a batch on every process.
+``prepare`` does not use them. Like Accelerate's samplers, they repeat samples from the beginning if the last samples do
+not fill a batch on every process.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the index of the next pass, which determines its order."""
+        """Set the index of the next pass; the index determines the sample order."""
         self.epoch = epoch
 
 
 class BatchSamplerShard(BatchSampler):
-    """The part of a batch sampler's batches that one process reads.
+    """The shard of a batch sampler's batches that one process reads.
 
     Args:
-        batch_sampler: yields the batches of all processes.
+        batch_sampler: sampler that yields the batches of all processes.
         num_processes: number of processes.
         process_index: the process, 0-based.
-        split_batches: whether each process gets a part of each batch; otherwise it gets every ``num_processes``-th
+        split_batches: whether each process gets a part of each batch; otherwise, it gets every ``num_processes``-th
             batch.
         even_batches: whether samples from the beginning are repeated, so that all processes get the same number of
             full batches; batches of varying size are repeated unchanged. If False, the last batches are missing or
@@ -113,7 +113,7 @@ class BatchSamplerShard(BatchSampler):
                 yield part
 
     def _turns(self) -> Iterator[list[Any]]:
-        """Yield this process's batch of each round."""
+        """Yield this process's batch from each round."""
         world, size, batches = self.num_processes, self.batch_size, iter(self.batch_sampler)
         first: list[list[Any]] = []
         while together := list(islice(batches, world)):
@@ -150,10 +150,10 @@ class SkipBatchSampler(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The part of an iterable dataset that one process reads; every process iterates over all of it.
+    """The shard of an iterable dataset that one process uses, although every process iterates over the entire dataset.
 
     Args:
-        dataset: yields the samples of all processes.
+        dataset: dataset that yields the samples of all processes.
         batch_size: samples per batch of one process, or of all processes together with ``split_batches``.
         drop_last: whether to drop samples that do not fill a batch on every process; otherwise samples from the
             beginning are repeated.
@@ -189,7 +189,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the index of the next pass, which determines its order."""
+        """Set the index of the next pass; the index determines the sample order."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

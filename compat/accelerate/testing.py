@@ -41,7 +41,7 @@ def _count() -> int:
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the device type, the number of devices, and a function that returns the bytes in use."""
+    """Return the device type, the number of devices, and a function that returns the bytes of device memory in use."""
     return present().name, _count(), present().allocated_memory
 
 
@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Decorator that skips a test with older versions of torch."""
+    """Decorator that skips a test if torch is older than the given version."""
     if test_case is None:
         return partial(require_torch_min_version, version=version)
     return unittest.skipUnless(is_torch_version(">=", str(version)), f"test requires torch {version}")(test_case)
@@ -129,7 +129,7 @@ def run_first(test_case: Any) -> Any:
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """A test case that resets the states after each test."""
+    """A test case that resets the states of Accelerators and processes after each test."""
 
     def tearDown(self) -> None:
         """Reset the states."""
@@ -140,7 +140,7 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class TempDirTestCase(unittest.TestCase):
-    """A test case with a temporary folder ``tmpdir``, which is emptied before each test if ``clear_on_setup``."""
+    """A test case with a temporary folder ``tmpdir``; if ``clear_on_setup``, each test begins with an empty folder."""
 
     clear_on_setup = True
     tmpdir: Path
@@ -183,7 +183,7 @@ class SubprocessCallException(Exception):  # noqa: N818 - the name that programs
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """Return the command that launches a script with the given flags, without the script."""
+    """Return the command that launches a script with the given flags, without the name of the script."""
     flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in kwargs.items() if value]
     return [*(sys.executable, "-m", "paceline", "launch"), *flags, *("-m", "paceline.compat", "accelerate")]
 

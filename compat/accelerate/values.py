@@ -29,7 +29,7 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Return the number of bytes in a size such as ``"10GB"``, or ``"10GiB"`` with units of 1024."""
+    """Return the number of bytes in a size such as ``"10GB"`` (units of 1000) or ``"10GiB"`` (units of 1024)."""
     is_zero = re.fullmatch(r"\s*0+(\.0*)?\s*[KMGT]I?B\s*|0", str(size).upper()) is not None
     return 0 if is_zero else size_in_bytes(size, "size")
 

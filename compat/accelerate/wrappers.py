@@ -1,4 +1,4 @@
-"""``accelerate``'s optimizer and scheduler classes. Prepared objects are instances, and programs can create them."""
+"""``accelerate``'s optimizer and scheduler classes. Prepared objects are instances of these classes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AcceleratedOptimizer(optimizers.AcceleratedOptimizer):
 
     Args:
         optimizer: the optimizer.
-        device_placement: has no effect; the state is on the parameters' device.
-        scaler: has no effect; the Accelerator scales losses.
+        device_placement: has no effect, because the optimizer's state is on the parameters' device.
+        scaler: has no effect, because the Accelerator scales losses.
     """
 
     def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
@@ -31,14 +31,14 @@ class AcceleratedOptimizer(optimizers.AcceleratedOptimizer):
         super().__init__(optimizer, strategy, state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients that a step has used, and keep the others."""
+        """Clear the gradients that a step has used, and keep all others."""
         super().zero_grad(set_to_none)
         state = self._state_of_gradients
         if state.sync_gradients and state.window.count and not state.window.cleared:
             messages.info_once(
-                "optimizer.zero_grad() was called before backward in the last micro-batch of a window. It keeps the "
-                "gradients of the earlier micro-batches, whereas Accelerate clears them. Losses differ from "
-                "Accelerate's from here on.",
+                "optimizer.zero_grad() was called before backward in the last micro-batch of a window. The call keeps "
+                "the gradients of the earlier micro-batches, whereas Accelerate clears them. As a result, losses "
+                "differ from Accelerate's.",
                 key="gradients are kept",
             )
 
@@ -50,7 +50,7 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler):
         scheduler: the scheduler.
         optimizers: the prepared optimizer or optimizers with which the scheduler advances.
         step_with_optimizer: if False, advance on every call.
-        split_batches: has no effect; schedules advance once per update.
+        split_batches: has no effect, because schedules advance once per update.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler):
 
 
 def prepared_optimizer(*args: Any) -> AcceleratedOptimizer:
-    """Create the optimizer that ``prepare`` returns; takes the arguments of its base class."""
+    """Create the optimizer that ``prepare`` returns. The arguments are those of the optimizer's base class."""
     found = object.__new__(AcceleratedOptimizer)
     optimizers.AcceleratedOptimizer.__init__(found, *args)
     return found
 
 
 def prepared_scheduler(*args: Any) -> AcceleratedScheduler:
-    """Create the scheduler that ``prepare`` returns; takes the arguments of its base class."""
+    """Create the scheduler that ``prepare`` returns. The arguments are those of the scheduler's base class."""
     found = object.__new__(AcceleratedScheduler)
     schedulers.AcceleratedScheduler.__init__(found, *args)
     return found

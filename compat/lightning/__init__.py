@@ -1,1 +1,1 @@
-"""Replace the package ``lightning``, so that programs and libraries written for it run on Paceline."""
+"""Replaces the package ``lightning``, so that programs and libraries written for it run on Paceline."""

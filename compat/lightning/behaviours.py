@@ -1,4 +1,4 @@
-"""Give Paceline's classes the behavior that programs written for Lightning expect."""
+"""Gives Paceline's classes the behavior that programs written for Lightning expect."""
 
 from __future__ import annotations
 
@@ -300,14 +300,14 @@ def _translate_errors() -> None:
 
 
 def _refuse_more_epochs(report_finished: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``report_finished`` to reject a checkpoint with more epochs than the run may have, as Lightning does."""
+    """Wrap ``report_finished`` to reject a checkpoint from beyond the run's ``max_epochs``, as Lightning does."""
 
     def say(loop: Any) -> None:
         most, epochs = loop.run.trainer.max_epochs, loop.state.epoch + loop.state.epoch_done
         if loop.resumed is not None and -1 < most < epochs:
             raise ValueError(
-                f"The checkpoint has {epochs} epochs, more than Trainer(max_epochs={most}). Raise max_epochs to "
-                "continue."
+                f"The checkpoint was saved after {epochs} epochs, more than Trainer(max_epochs={most}) allows. Raise "
+                "max_epochs to continue."
             )
         report_finished(loop)
 
@@ -341,7 +341,7 @@ def _action(name: str) -> str:
 
 
 def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[str, Tensor]:
-    """Return the values for the loggers as tensors: those already sent, and newer ones from training steps."""
+    """Return the values for the loggers as tensors: values already sent, and newer values from training steps."""
     found = {name: torch.tensor(value) for name, value in sent(trainer).items()}
     store, monitored = trainer.current_run.metrics, trainer.callback_metrics
     for stage, record in store.known():
@@ -358,7 +358,7 @@ def _warn_of_empty(loop: Any, why: str) -> None:
 
 
 def _lists_are_collections(is_collection: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Wrap ``is_loader_collection`` to also return True for a list of lists: each inner list is a loader."""
+    """Wrap ``is_loader_collection`` to also return True for a list of lists, because each inner list is a loader."""
 
     def check(loaders: Any) -> bool:
         lists = isinstance(loaders, (list, tuple)) and bool(loaders)
@@ -398,7 +398,7 @@ def _switching(switch: Callable[[Any, str], None]) -> Callable[[Any, str], None]
 
 
 def _never_none(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step to return ``{}`` for a batch whose ``training_step`` returned None."""
+    """Wrap a step to return ``{}`` for a batch if ``training_step`` returned None."""
 
     def call(one: Any, batch: Any, batch_idx: int) -> Any:
         output = step(one, batch, batch_idx)
@@ -437,15 +437,15 @@ def _then_saving(log: Callable[..., None]) -> Callable[..., None]:
 def _x_axis(state: Any, updates: int) -> int:
     """Return the step at which Lightning logs values.
 
-    In a fit, this is the index of the latest update. Outside a fit, and in a validation inside an accumulation window,
-    it is the index of the next update.
+    During a fit, this is the index of the latest update. Outside a fit, and during a validation inside an accumulation
+    window, this is the index of the next update.
     """
     between = state.window and state.stage != "train"
     return updates if between or state.fn != "fit" else max(updates - 1, 0)
 
 
 def _clearing_first(choose_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``choose_step`` to clear gradients before a window's first backward pass, not right after the update."""
+    """Wrap ``choose_step`` to clear gradients before a window's first backward pass instead of after an update."""
 
     def choose(*args: Any) -> Any:
         step = choose_step(*args)
@@ -463,7 +463,7 @@ def _clear(step: Any) -> None:
 
 
 def _count_without_loss(step: Any) -> dict[str, Any]:
-    """Count a batch toward the window although its ``training_step`` returned None; it adds no gradients."""
+    """Count a batch for which ``training_step`` returned None toward the window, although it adds no gradients."""
     state = step.state
     if not state.window:
         _clear(step)
@@ -479,7 +479,7 @@ def _count_without_loss(step: Any) -> dict[str, Any]:
 
 
 def _returning(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``step`` to return what the original optimizer's ``step`` returned; None if the step was skipped."""
+    """Wrap ``step`` to return the result of the original optimizer's ``step``, or None if the step was skipped."""
 
     def call(managed: Any, closure: Any = None, **arguments: Any) -> Any:
         optimizer, found = managed.optimizer, [None]

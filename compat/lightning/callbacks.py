@@ -1,4 +1,4 @@
-"""Adapt Paceline's callbacks to the arguments and methods of Lightning's."""
+"""Adapts Paceline's callbacks to the arguments and methods of Lightning's callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNCALLED = (
 
 
 def due_without_scheduler(due: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap ``_due_at_epoch`` to log an optimizer without a scheduler at the start of epochs as well as at steps."""
+    """Wrap ``_due_at_epoch`` to log the rates of optimizers without schedulers at epoch starts as well as in steps."""
 
     def due_at_epoch(monitor: Any, trainer: Any, optimizer: Any) -> bool:
         always = monitor.logging_interval is None and not schedulers_of(trainer, optimizer)
@@ -48,7 +48,7 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
             raise TypeError(
                 f"{type(callback).__name__} defines {messages.names(found, last='and')}, which Paceline never calls. "
                 "Override _monitor_candidates, _update_best_and_save, _save_checkpoint, _remove_checkpoint, "
-                "format_checkpoint_name or a hook instead, or rename it if only your code calls it."
+                "format_checkpoint_name or a hook instead, or rename the method if only your code calls it."
             )
         init(callback, *args, **kwargs)
 
@@ -56,7 +56,7 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wrap ModelCheckpoint's ``state_dict`` to return absolute paths and their folder."""
+    """Wrap ModelCheckpoint's ``state_dict`` to return absolute paths and the folder of the checkpoints."""
 
     def collect(callback: Any) -> dict[str, Any]:
         state = state_dict(callback) | {"dirpath": callback.dirpath}
@@ -68,7 +68,7 @@ def with_absolute_paths(state_dict: Callable[[Any], dict[str, Any]]) -> Callable
 
 
 def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Wrap ``_monitor_has_value`` to only warn if a fit without validation never logs the metric.
+    """Wrap ``_monitor_has_value`` to warn, instead of raising, if a fit without validation never logs the metric.
 
     With ``fast_dev_run``, nothing is reported.
     """
@@ -82,7 +82,7 @@ def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callabl
             if trainer.enable_validation:
                 raise
             messages.warn_once(
-                f"{error} Checkpoints are not ranked, so there is no best checkpoint.",
+                f"{error} Without the metric, checkpoints are not ranked, and there is no best checkpoint.",
                 key=f"ModelCheckpoint {callback.monitor}",
             )
             return False
@@ -118,7 +118,7 @@ def stats_hooks() -> dict[str, Callable[..., None]]:
 
 
 def keep_keywords(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ModelSummary's ``__init__`` to accept keywords for ``summarize``."""
+    """Wrap ModelSummary's ``__init__`` to accept keyword arguments for ``summarize``."""
 
     def create(callback: Any, max_depth: int = 1, **summarize_kwargs: Any) -> None:
         init(callback, max_depth)
@@ -158,7 +158,7 @@ def print_columns(
     total_flops: int = 0,
     **summarize_kwargs: Any,
 ) -> None:
-    """Print a table of the columns, and the totals; same as ``ModelSummary.summarize``, with Lightning's arguments."""
+    """Print a table of the columns, and the totals, like ``ModelSummary.summarize`` but with Lightning's arguments."""
     totals = [
         f"{human_readable(trainable_parameters):<10}Trainable params",
         f"{human_readable(total_parameters - trainable_parameters):<10}Non-trainable params",
@@ -172,7 +172,7 @@ def print_columns(
 
 
 def _columns_of(summary: Summary) -> list[tuple[str, list[str]]]:
-    """Return the summary's columns as Lightning's ``summarize`` receives them: each a name and its cells."""
+    """Return the summary's columns in the form that Lightning's ``summarize`` receives: pairs of a name and cells."""
     layers, columns = summary.layers, dict[str, list[str]]()
     modules = [layer.training is not None for layer in layers]
     columns[" "] = [str(number) if is_module else " " for number, is_module in enumerate(modules)]

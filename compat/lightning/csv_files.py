@@ -1,4 +1,4 @@
-"""Delete the file of an earlier run if its version is used again, as Lightning's CSVLogger does."""
+"""Deletes the file of an earlier run if its version number is used again, as Lightning's CSVLogger does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def noting_old_files(init: Callable[..., None]) -> Callable[..., None]:
 def deleting_old_files(open_writer: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap CSVLogger's ``_open`` to delete a file from an earlier run, with a warning.
 
-    The file is kept if the fit continues in it, or if anything was written to it since the logger was created.
+    The file is kept if a resumed fit continues it, or if it has been changed since the logger was created.
     """
 
     def open_new(logger: Any) -> Any:
@@ -31,7 +31,7 @@ def deleting_old_files(open_writer: Callable[[Any], Any]) -> Callable[[Any], Any
             path = _path(logger)
             messages.warn(
                 f"The log directory {logger.log_dir} exists and is not empty. {path} will be deleted, because a new "
-                "run replaces it. To log to a new folder instead, leave out version=."
+                "run starts a new file there. To log to a new folder instead, leave out version=."
             )
             os.remove(path)
         return open_writer(logger)

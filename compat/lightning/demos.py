@@ -53,14 +53,14 @@ class RandomIterableDataset(IterableDataset[Tensor]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """A :class:`RandomIterableDataset` with a length."""
+    """A :class:`RandomIterableDataset` that has a length."""
 
     def __len__(self) -> int:
         return self.count
 
 
 class BoringModel(TrainingModule):
-    """A linear layer with 32 inputs and 2 outputs that is trained to output ones, with a loader for every stage."""
+    """A linear layer with 32 inputs and 2 outputs that learns to output ones; it has a loader for every stage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lightning's exceptions. If Paceline replaces Lightning, Paceline's errors are also instances of them."""
+"""Lightning's exceptions. If Paceline replaces Lightning, Paceline's errors are also instances of these exceptions."""
 
 from __future__ import annotations
 

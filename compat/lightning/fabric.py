@@ -35,7 +35,7 @@ _REDUCTIONS = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max":
 class Fabric:
     """Runs a custom loop on one or several devices, with Lightning's interface.
 
-    An :class:`Accelerator` does the work, without accumulation windows: every ``optimizer.step()`` updates the weights.
+    Uses an :class:`Accelerator` without accumulation windows, so every ``optimizer.step()`` updates the weights.
 
     Args:
         accelerator: type of device.
@@ -44,7 +44,7 @@ class Fabric:
         num_nodes: number of machines.
         precision: a precision's name, or a Precision; if None, ``paceline launch`` and the settings determine it.
         plugins: a Precision or a ClusterEnvironment, or a list of both.
-        callbacks: objects whose methods :meth:`call` calls.
+        callbacks: objects with methods that :meth:`call` calls.
         loggers: loggers to which :meth:`log` sends values.
     """
 
@@ -93,8 +93,8 @@ class Fabric:
 
     def _refuse_unlaunched(self) -> NoReturn:
         raise RuntimeError(
-            f"Fabric(devices={len(self._strategy.device_ids)}) runs on {self._strategy.world_size} processes, "
-            "which have not been started yet. Call fabric.launch() before using the Fabric."
+            f"Fabric(devices={len(self._strategy.device_ids)}) needs {self._strategy.world_size} processes, which have "
+            "not been started yet. Call fabric.launch() before using the Fabric."
         )
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class Fabric:
         if function is not None and not takes_fabric(function):
             raise TypeError(
                 f"fabric.launch({getattr(function, '__name__', function)}): the function is called with the Fabric as "
-                "its first argument, but it takes no arguments. Define it as def main(fabric): ..."
+                "its first argument, but the function takes no arguments. Define the function as def main(fabric): ..."
             )
         return self._launch(_with_fabric, function, args, kwargs)
 
@@ -127,13 +127,13 @@ class Fabric:
                 raise TypeError(
                     f"fabric.launch() needs a function, because {type(strategy).__name__}(start_method={asked!r}) in "
                     f"{host.name} cannot start {strategy.world_size} processes by rerunning the script. Put the code "
-                    "into a function, def main(fabric): ..., and call fabric.launch(main)."
+                    "into a function such as def main(fabric): ..., and call fabric.launch(main)."
                 )
         with forgotten():
             return launcher(begin, self, function, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Override this method with the program to run. Calling it starts the processes first."""
+        """Override this method with the program to run. Calling it first starts the processes."""
 
     def _launch_and_run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._launch(_run, run, args, kwargs)
@@ -143,7 +143,7 @@ class Fabric:
 
     @property
     def accelerator(self) -> Any:
-        """The device type; compares equal to ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        """The device type, which equals ``"cpu"``, ``"cuda"`` or ``"mps"`` in comparisons."""
         return AcceleratorRegistry[self._strategy.device.type]()
 
     @property
@@ -195,8 +195,8 @@ class Fabric:
 
         Args:
             module: the module.
-            *optimizers: its optimizers.
-            scheduler: returned unchanged; it advances whenever its ``step`` is called.
+            *optimizers: the optimizers of the module.
+            scheduler: a scheduler, which is returned unchanged, and advances whenever its ``step`` is called.
             move_to_device: whether to move the module to the device.
 
         Returns:
@@ -211,7 +211,7 @@ class Fabric:
         return (wrapped, *found) if scheduler is None else (wrapped, *found, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
-        """Set up a module. Create its optimizers afterward and pass them to :meth:`setup_optimizers`."""
+        """Set up a module. Create its optimizers afterward, and pass the optimizers to :meth:`setup_optimizers`."""
         self._refuse_wrapped("setup_module", module)
         return self._wrapped(self.accelerator_of_loop.prepare_model(module, move_to_device), [])
 
@@ -310,13 +310,13 @@ class Fabric:
         norm = accelerator.clip_grad_norm_(parameters, float(max_norm or 0.0), float(norm_type))
         if error_if_nonfinite and accelerator.scaler is None and not math.isfinite(float(norm)):
             raise RuntimeError(
-                f"fabric.clip_gradients: the gradient norm is {float(norm)}, so the gradients cannot be clipped. Look "
-                "for the first loss that is not finite, or pass error_if_nonfinite=False."
+                f"fabric.clip_gradients: the gradient norm is {float(norm)}, so the gradients cannot be clipped. Find "
+                "out which loss is the first that is not finite, or pass error_if_nonfinite=False."
             )
         return norm
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Context manager that disables gradient synchronization. Use it for all micro-batches but the last."""
+        """Context manager that disables gradient synchronization. Use it for all micro-batches except the last one."""
         if not isinstance(original(module), nn.Module) or not is_wrapped(module):
             raise TypeError(
                 f"fabric.no_backward_sync got {messages.a(module)}, not a module that fabric.setup returned. Set up "
@@ -354,7 +354,7 @@ class Fabric:
         self._communicating.barrier(name or "")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast process ``src``'s object to every process and return it."""
+        """Broadcast an object from process ``src`` to every process, and return the object."""
         return self._communicating.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
@@ -376,7 +376,7 @@ class Fabric:
         return move(pytree.tree_map_only((int, float), torch.tensor, data), self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Context manager whose body runs on rank 0 first, or with ``local``, on each machine's rank 0 first."""
+        """Context manager whose body runs first on rank 0 or, with ``local``, first on rank 0 of each machine."""
         accelerator = self.accelerator_of_loop
         return accelerator.local_main_process_first() if local else accelerator.main_process_first()
 
@@ -397,8 +397,9 @@ class Fabric:
 
         Args:
             path: path of the file.
-            state: the values to write, by name. Modules and optimizers that have been set up are saved as their states.
-            filter: maps names in ``state`` to ``f(key, value)``, which returns True for ``state_dict`` entries to keep.
+            state: the values to write, by name. For modules and optimizers that have been set up, their states are
+                written.
+            filter: dict from names in ``state`` to functions ``f(key, value)``, which return True for entries to keep.
         """
         filter = _checked_filter(state, filter or {})
         found = {}
@@ -429,7 +430,8 @@ class Fabric:
             state: modules, optimizers and other values, by the names they were saved under. Values without
                 ``load_state_dict`` are replaced in this dict. If None, the file is only read.
             strict: whether to require that the file contains everything in ``state``, with the same keys.
-            weights_only: if False, also load objects that are not plain data; this can run code that the file names.
+            weights_only: if False, also load objects that are not plain data, which can run arbitrary code from the
+                file.
 
         Returns:
             The file's entries that are not in ``state``.
@@ -474,7 +476,7 @@ class Fabric:
     def load_raw(
         self, path: Any, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
     ) -> None:
-        """Load a file that contains only the ``state_dict`` of a module or an optimizer."""
+        """Load a file that contains only the ``state_dict`` of a module or of an optimizer."""
         self._load_state(original(obj), single_file.load(path, trusted=weights_only is False), strict)
 
     # ---- callbacks, loggers ------------------------------------------------------------------------------------------
@@ -501,7 +503,7 @@ class Fabric:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send values to all loggers. Tensors must have one element; reading them waits for the device."""
+        """Send values to all loggers. Tensors must have one element; reading their values waits for the device."""
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         for logger in self._loggers if self.is_global_zero else ():
             logger.log_metrics(metrics=values, step=step)
@@ -545,7 +547,7 @@ def _checked_filter(state: Mapping[str, Any], filter: Mapping[str, Any]) -> Mapp
             raise ValueError(f"fabric.save(filter=...): {messages.unknown('entry', name, list(state))}")
         if not callable(choose):
             raise TypeError(
-                f"fabric.save(filter={{{name!r}: {choose!r}}}) is {messages.a(choose)}, not a function. Pass a "
+                f"fabric.save(filter={{{name!r}: {choose!r}}}) needs a function, not {messages.a(choose)}. Pass a "
                 "function that takes a key and a value."
             )
     return filter

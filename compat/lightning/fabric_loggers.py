@@ -1,6 +1,6 @@
-"""Fabric's loggers, which take ``root_dir`` as their first argument, and its ``ThroughputMonitor``.
+"""Fabric's loggers, whose first argument is ``root_dir``, and Fabric's ``ThroughputMonitor``.
 
-A command line selects a logger by its class name, so these names differ from Paceline's.
+Command lines select a logger by its class name, so these classes have other names than Paceline's loggers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ThroughputMonitor(Throughput):
         """Compute the rates and log them.
 
         Args:
-            step: the step of the values; by default, the previous step plus 1.
+            step: the step to log the values for; by default, the previous step plus 1.
             **kwargs: arguments for :meth:`Throughput.compute`.
         """
         self.step = self.step + 1 if step is None else step

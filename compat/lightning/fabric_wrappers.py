@@ -1,4 +1,4 @@
-"""The module wrapper that ``Fabric.setup`` returns, and the ``trainer`` that a LightningModule has under Fabric."""
+"""The module wrapper that ``Fabric.setup`` returns, and the ``trainer`` attribute of a LightningModule under Fabric."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_st
 
 
 class FabricModule(nn.Module):
-    """A prepared module. It also has all attributes and methods of the user's module (:attr:`module`).
+    """A prepared module, which also has all attributes and methods of the user's module (:attr:`module`).
 
     Its ``forward`` converts inputs to the precision's dtype and floating-point outputs to torch's default dtype.
     """
@@ -54,7 +54,7 @@ class FabricModule(nn.Module):
         return precision.convert_output(call(*args, **kwargs))
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Mark a method of the module, so that calls to it run through the strategy and its precision, like forward."""
+        """Mark a method of the module, so that its calls run through the strategy and the precision, like forward."""
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
             raise ValueError(
@@ -128,7 +128,7 @@ class FabricLoader:
 
     Args:
         loader: the user's loader.
-        device: device to move batches to; if None, they are not moved.
+        device: device to move batches to; if None, batches are not moved.
     """
 
     def __init__(self, loader: Any, device: torch.device | None) -> None:
@@ -151,7 +151,7 @@ class FabricLoader:
 
 
 class _Value:
-    """A name that a module logs. Every value is sent to Fabric's loggers immediately."""
+    """A name under which a module logs values. Every value is sent to Fabric's loggers immediately."""
 
     def __init__(self, fabric: Fabric, name: str, options: Any) -> None:
         self.fabric, self.name, self.options = fabric, name, options
@@ -161,7 +161,7 @@ class _Value:
 
 
 class _Values(dict[str, _Value]):
-    """The mapping that a module's ``self.log`` and ``self.log_dict`` use to look up names."""
+    """The mapping in which a module's ``self.log`` and ``self.log_dict`` look up names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,8 @@ class _FabricStrategy:
 class FabricTrainer:
     """The ``trainer`` of a LightningModule that Fabric has set up.
 
-    It has only the attributes that make sense in a custom loop, and reads all others from the Fabric.
+    This object defines only the attributes that make sense in a custom loop, and reads all other attributes from the
+    Fabric.
 
     Args:
         fabric: the Fabric that set up the module.

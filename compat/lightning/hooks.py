@@ -1,4 +1,4 @@
-"""Call hooks as Lightning calls them."""
+"""Calls hooks in the same way as Lightning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECTION = "paceline"
 class Unlisted:
     """A method that ``inspect.getmembers(owner, inspect.isfunction)`` does not find.
 
-    Programs list the functions of ``Callback`` to get all hooks.
+    Programs list the functions of ``Callback`` to find all hooks, so functions that are not hooks must not be listed.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -32,14 +32,14 @@ class Unlisted:
 
 
 def list_only_hooks() -> None:
-    """Hide the functions of ``Callback`` that Lightning's class does not have."""
+    """Hide those functions of ``Callback`` that Lightning's ``Callback`` does not have."""
     for name in (*OTHER_METHODS, "log", "log_dict"):
         if not name.endswith("state_dict"):
             setattr(Callback, name, Unlisted(vars(Callback)[name]))
 
 
 def as_lightning(overridden: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``overridden``, which returns an owner's hook, to change how a program's own hooks are called.
+    """Wrap ``overridden``, which returns an object's hook, to change how a program's own hooks are called.
 
     ``on_save_checkpoint`` receives a checkpoint with only Lightning's keys, and ``on_train_epoch_start`` is not called
     when a run resumes inside an epoch.

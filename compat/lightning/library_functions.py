@@ -36,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` that runs in ``frame``, without ``self`` but including ``**kwargs``."""
+    """Return the arguments of the ``__init__`` call in ``frame``, without ``self`` but including ``**kwargs``."""
     names, _, rest, values = inspect.getargvalues(frame)
     found = {name: values[name] for name in names[1:] if name in values}
     return found | (values.get(rest, {}) if rest else {})
@@ -66,7 +66,7 @@ def lightning_hasattr(model: Any, attribute: str) -> bool:
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
-    """Return an attribute of the module, its hyperparameters or its DataModule; if several have it, the last one's."""
+    """Return an attribute of the DataModule if it has the attribute, or else of the hyperparameters or the module."""
     owner = _owner(model, attribute)
     return owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
 
@@ -165,11 +165,11 @@ def atomic_save(checkpoint: dict[str, Any], filepath: str | os.PathLike[str]) ->
 
 
 def lazy_load(filename: str | os.PathLike[str]) -> Any:
-    """Load a file of tensors whose values stay on disk until they are used."""
+    """Load a file of tensors; the values stay on disk until they are used."""
     path = os.fspath(filename)
     if not os.path.isfile(path):
         raise FileNotFoundError(
-            f"The file {path!r} does not exist, so it cannot be loaded. Pass the path of an existing file."
+            f"The file {path!r} cannot be loaded, because it does not exist. Pass the path of an existing file."
         )
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
@@ -216,7 +216,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     if num_devices > seen:
         raise ValueError(
             f"find_usable_cuda_devices({num_devices}): this process sees only {seen} GPU{'' if seen == 1 else 's'}. "
-            "Request fewer."
+            "Request fewer GPUs."
         )
     usable = []
     for index in range(seen):
@@ -230,7 +230,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     if num_devices > len(usable):
         raise RuntimeError(
             f"find_usable_cuda_devices({num_devices}): only {len(usable)} of {seen} GPUs can be used. Other processes "
-            "may be using the rest exclusively. Request fewer GPUs, or wait."
+            "may have exclusive use of the other GPUs. Request fewer GPUs, or wait."
         )
     return usable
 
@@ -246,7 +246,7 @@ class Interval(str, Enum):
 
 
 def get_standard_metrics(trainer: Any) -> dict[str, int | str]:
-    """Return the values that every progress bar shows: the logger's version (if a string, its last four characters)."""
+    """Return the value that every progress bar shows: the logger's version (for a string, its last four characters)."""
     version = trainer.logger.version if trainer.loggers else None
     if version is None:
         return {}
@@ -275,7 +275,7 @@ def merge_dicts(
     agg_key_funcs: Mapping[str, Callable[[Sequence[float]], float]] | None = None,
     default_func: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> dict[str, Any]:
-    """Recursively merge dicts. A key's values are combined by the key's function, by default the mean."""
+    """Recursively merge dicts. The values of a key are combined by the function for that key, by default the mean."""
     functions = agg_key_funcs or {}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in dicts for key in one):
@@ -292,9 +292,9 @@ def merge_dicts(
 
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
-    """Seed a data loader worker, for ``DataLoader(worker_init_fn=)``; each worker of each process gets its own seed.
+    """Seed a loader's worker (for ``DataLoader(worker_init_fn=...)``). Each worker of each process gets its own seed.
 
-    A loader that a Trainer uses does not need it, because Paceline seeds workers itself.
+    A loader that a Trainer uses does not need this function, because Paceline seeds workers itself.
     """
     rank = rank_zero_only.rank if rank is None else rank
     seed_host(mixed(torch.initial_seed() - worker_id, worker_id, rank or 0))
@@ -305,7 +305,7 @@ def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = No
 
     Args:
         strategy: the strategy of a Trainer or a Fabric.
-        path: an existing file or folder; None for the working directory.
+        path: an existing file or folder; None means the working directory.
         timeout: maximum seconds until the other processes see a file that process 0 has created.
     """
     if getattr(strategy, "world_size", 1) == 1 or (path is not None and not is_local(path)):
@@ -315,7 +315,9 @@ def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = No
     if not of_all(strategy.broadcast(folder) == folder):
         return False
     if not of_all(os.path.exists(folder)):
-        raise FileNotFoundError(f"{folder!r} is not visible to every process. Create it, or pass a folder that exists.")
+        raise FileNotFoundError(
+            f"{folder!r} is not visible to every process. Create the folder, or pass a folder that all processes see."
+        )
     folder = os.path.dirname(folder) if os.path.isfile(folder) else folder
     mark = os.path.join(folder, strategy.broadcast(f".paceline_shared_{uuid.uuid4().hex}"))
     if strategy.is_global_zero:
@@ -350,7 +352,7 @@ class LightningEnum(str, Enum):
 
     @classmethod
     def from_str(cls, value: str, source: Literal["key", "value", "any"] = "key") -> Self:
-        """Return the member with this name (``source="key"``), this value, or either.
+        """Return the member with this name (``source="key"``), this value (``"value"``), or either of them (``"any"``).
 
         Raises:
             ValueError: if there is no such member.
@@ -367,7 +369,7 @@ class LightningEnum(str, Enum):
 
     @classmethod
     def try_from_str(cls, value: str, source: Literal["key", "value", "any"] = "key") -> Self | None:
-        """Same as :meth:`from_str`, but warn and return None if there is no such member."""
+        """Like :meth:`from_str`, but warns and returns None if there is no such member."""
         try:
             return cls.from_str(value, source)
         except ValueError as error:
@@ -400,7 +402,7 @@ def convert_tensors_to_scalars(data: Any) -> Any:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Silence all of Paceline's warnings, or only the warnings from one module."""
+    """Silence all warnings from Paceline, or only the warnings from one module."""
     warnings.filterwarnings("ignore", module=module, category=messages.PacelineWarning)
 
 

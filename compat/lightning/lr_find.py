@@ -10,7 +10,7 @@ import torch
 
 
 def install() -> None:
-    """Change the range test."""
+    """Make the range test behave as in Lightning."""
     tests: Any = import_module("paceline.tuner.lr_range_test")
     tests.SETTLING = 1
     tests.LossCurve.head_start = 1
@@ -19,7 +19,7 @@ def install() -> None:
 
 
 def rate(test: Any, step: int) -> float:
-    """Return the learning rate for a step (0-based). The second step is two shares above the first."""
+    """Return the learning rate for a step (0-based). The rate rises twice as far after step 0 as after later steps."""
     share = (step + 1) / test.num_training if step else 0
     if test.mode == "linear":
         return test.min_lr + (test.max_lr - test.min_lr) * share
@@ -27,7 +27,7 @@ def rate(test: Any, step: int) -> float:
 
 
 def _suggesting(without: Callable[..., float | None]) -> Callable[..., float | None]:
-    """Wrap ``suggestion`` to return the rate at which the loss falls fastest per unit of the rate, not of its log."""
+    """Wrap ``suggestion`` to return the rate where the slope of the loss over the rate (not its log) is steepest."""
 
     def suggestion(found: Any, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         losses, rates = torch.tensor(found.results["loss"]), torch.tensor(found.results["lr"])

@@ -150,7 +150,7 @@ _NOT_HERE = {
     "the loop has no closures": "Closure",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAPrecision XLAStrategy",
-    "a Strategy shards and averages; use torch.distributed for your own collectives": (
+    "a Strategy shards models and averages gradients; use torch.distributed for your own collectives": (
         "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
         "TorchCollective UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy "
         "prepare_for_backward remove_module_hooks"

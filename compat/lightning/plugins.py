@@ -1,6 +1,6 @@
-"""Add the methods and attributes of Lightning's strategies, precisions and accelerators to Paceline's classes.
+"""Adds the methods and attributes of Lightning's strategies, precisions and accelerators to Paceline's classes.
 
-Each of them only calls a Paceline method or returns a fixed value.
+Each added method or attribute only calls a Paceline method or returns a fixed value.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StrategyNames(Strategy):
         self.setup_environment()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if the decision is True on all processes, or on any if ``all`` is False."""
+        """Return True if the decision is True on all processes or, if ``all`` is False, on any process."""
         return self.agree(decision, all)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -129,7 +129,7 @@ class StrategyNames(Strategy):
         return self.checkpoint_io or TorchCheckpointIO()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers. An override replaces Paceline's own behavior."""
+        """Restore the optimizers. If a program overrides this method, the override replaces Paceline's behavior."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.load_optimizer_state(self.model, optimizer, state)
 
@@ -150,7 +150,7 @@ class AcceleratorNames(Accelerator):
 
 
 def restoring_optimizers(restore: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``restore_optimizers`` to call a strategy's own ``load_optimizer_state_dict``."""
+    """Wrap ``restore_optimizers`` to call ``load_optimizer_state_dict`` if a strategy overrides it."""
 
     def call(run: Any, states: list[Any], *args: Any) -> None:
         strategy = run.strategy
@@ -163,7 +163,7 @@ def restoring_optimizers(restore: Callable[..., None]) -> Callable[..., None]:
 
 
 def copying(save: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``AsyncCheckpointIO.save_checkpoint`` to copy the tensors first if the Trainer is not the caller."""
+    """Wrap ``AsyncCheckpointIO.save_checkpoint`` to copy the tensors first, unless the Trainer is the caller."""
 
     @functools.wraps(save)
     def call(io: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -175,7 +175,7 @@ def copying(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def install() -> None:
-    """Add the attributes and methods that Paceline's classes lack."""
+    """Add the attributes and methods that Lightning's classes have but Paceline's classes lack."""
     for names in (StrategyNames, AcceleratorNames):
         owner = names.__base__
         for name, value in vars(names).items():
@@ -206,7 +206,7 @@ _FSDP = {
 def take_arguments(strategy: Any) -> None:
     """Make a strategy's constructor accept Lightning's additional arguments.
 
-    ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment`` become the strategy's own; ``accelerator`` and
+    ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment`` are used by the strategy; ``accelerator`` and
     ``parallel_devices`` duplicate the Trainer's arguments.
     """
     init = strategy.__init__
@@ -258,7 +258,7 @@ def _translate_fsdp(arguments: dict[str, Any]) -> None:
 
 
 def _show_fsdp(strategy: Any, given: dict[str, Any]) -> None:
-    """Store the user's arguments in the attributes that programs read."""
+    """Store the user's FSDP arguments in the attributes from which programs read them."""
     offload = given.get("cpu_offload") or False
     strategy.cpu_offload = CPUOffload(offload_params=offload) if isinstance(offload, bool) else offload
     strategy.mixed_precision_config = given.get("mixed_precision")
@@ -271,7 +271,7 @@ def _classes(policy: Any) -> Any:
 
 
 def _typed(init: Callable[..., Any]) -> inspect.Signature:
-    """Return a constructor's signature with resolved types, for command lines. A mesh may also be a pair of sizes."""
+    """Return a constructor's signature with resolved types, for command lines. A mesh may also be two sizes."""
     signature = inspect.signature(init)
     try:
         types = typing.get_type_hints(init)

@@ -1,4 +1,4 @@
-"""Names that are not part of Lightning's public interface but are used by programs anyway."""
+"""Names that programs use although they are not part of Lightning's public interface."""
 
 from __future__ import annotations
 

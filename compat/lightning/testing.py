@@ -1,4 +1,4 @@
-"""Helpers for test suites written for Lightning: reasons to skip a test, and mock callbacks."""
+"""Helpers for test suites written for Lightning, which skip tests and complete mock callbacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_last",
 
 
 def is_logger(value: Any) -> bool:
-    """Return True if a Trainer can log to an object: a Logger, or a mock.
+    """Return True if a Trainer can log to an object, which is the case for a Logger or a mock.
 
     If ``logger`` is a mock, it receives the attributes that only Paceline's loggers have.
     """
@@ -47,7 +47,7 @@ def is_logger(value: Any) -> bool:
 
 
 def complete_mocks(callbacks: list[Any]) -> None:
-    """Give every ``Mock(spec=Callback)`` the attributes that Paceline's callbacks have, but Lightning's do not."""
+    """Give every ``Mock(spec=Callback)`` the attributes that only Paceline's callbacks have, not Lightning's."""
     mock = sys.modules.get("unittest.mock")
     if mock is None:
         return

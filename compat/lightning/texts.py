@@ -1,4 +1,4 @@
-"""Messages that Lightning shows but Paceline does not: warnings about loaders, and a description of a DataModule."""
+"""Messages that Lightning shows but Paceline does not, such as warnings about loaders."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def _advise_interval(trainer: Any, batches: int | float) -> None:
     if trainer.loggers and not trainer.fast_dev_run and batches < trainer.log_every_n_steps < 2**62:
         messages.warn(
             f"The number of batches in an epoch ({batches}) is lower than "
-            f"log_every_n_steps={trainer.log_every_n_steps}. Lower log_every_n_steps to log step values in every "
-            "epoch."
+            f"log_every_n_steps={trainer.log_every_n_steps}. To log step values in every epoch, lower "
+            "log_every_n_steps."
         )
 
 
@@ -87,11 +87,12 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
         and not loader.persistent_workers
     ):
         messages.warn(
-            f"{name} spawns new workers for every epoch. Use DataLoader(persistent_workers=True) to keep them."
+            f"{name} starts new workers for every epoch. To keep workers between epochs, use "
+            "DataLoader(persistent_workers=True)."
         )
     elif workers <= 2 < most or workers < 2 <= most:
         messages.warn(
-            f"{name} has num_workers={workers}, so loading may be slower than training. Raise num_workers, up to "
+            f"{name} has num_workers={workers}, so loading may be slower than training. Raise num_workers to at most "
             f"{most} on this machine."
         )
     if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
@@ -103,7 +104,7 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
 
 
 def datamodule_text(datamodule: DataModule) -> str:
-    """Describe a DataModule as text: the sizes of its loaders' datasets."""
+    """Describe a DataModule as text that lists the sizes of its loaders' datasets."""
     return os.linesep.join(f"{{{word} dataloader: {_sizes(datamodule, hook)}}}" for word, hook in _LOADERS.items())
 
 
@@ -127,13 +128,13 @@ def _size(loader: Any) -> str:
 
 
 def hparams_text(hparams: dict[str, Any]) -> str:
-    """Return the hyperparameters as Lightning prints them: sorted, with quoted names."""
+    """Return the hyperparameters as Lightning prints them, sorted and with quoted names."""
     width = max((len(str(name)) for name in hparams), default=0) + 3
     return "\n".join(f'"{name}":'.ljust(width) + f" {hparams[name]}" for name in sorted(hparams))
 
 
 def print_results(results: list[dict[str, float]], fn: str) -> None:
-    """Print the results of ``validate`` or ``test`` with all digits, sorted by name, with a column for each loader."""
+    """Print the results of ``validate`` or ``test`` with all digits, sorted by name, in one column per loader."""
     from rich.console import Console
     from rich.table import Table
 

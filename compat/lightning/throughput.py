@@ -1,4 +1,4 @@
-"""Lightning's ThroughputMonitor, which computes and logs values at other times than Paceline's."""
+"""Lightning's ThroughputMonitor, which computes and logs values at other times than Paceline's monitor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
     """Like Paceline's ThroughputMonitor, but logs rates once the window is full, and evaluation values in each batch.
 
     The time between the last batch before a validation and the last batch of the validation does not count as training
-    time. Without a logger, it only warns.
+    time. Without a logger, the callback only warns.
     """
 
     def __init__(
@@ -36,7 +36,10 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
 
     def _require_logger(self, trainer: Trainer, values: str = "its values") -> None:
         if not trainer.loggers:
-            messages.warn("ThroughputMonitor has no logger for its values. Pass one, such as Trainer(logger=True).")
+            messages.warn(
+                "ThroughputMonitor cannot log its values, because there is no logger. Set, for example, "
+                "Trainer(logger=True)."
+            )
 
     def _count(self, trainer: Trainer, with_flops: bool = False) -> Any:
         stage = str(trainer.state.stage)
@@ -90,7 +93,7 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
 
 
 class _Clock:
-    """Counts batches for a :class:`Throughput`. Its clock starts when it is created."""
+    """Counts batches and measures time for a :class:`Throughput`. The time starts when this object is created."""
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
@@ -112,5 +115,5 @@ class _Clock:
         )
 
     def leave_out(self, other: _Clock) -> None:
-        """Exclude the time from this clock's last batch to another clock's last batch."""
+        """Exclude the time between this clock's last batch and another clock's last batch."""
         self._started += other._last - self._last

@@ -1,7 +1,7 @@
-"""Views of a run, under the names of Lightning's private objects that libraries read.
+"""Views of a run under the names of those private objects of Lightning that libraries read.
 
-The first time a name is read, a debug message names the public replacement. Reading a name that has no meaning in
-Paceline raises an AttributeError, which names a replacement too.
+The first time a name is read, a debug message gives the public replacement. Reading a name that has no meaning in
+Paceline raises an AttributeError, which gives a replacement too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class View:
     """A view of one part of Lightning's Trainer, with values from Paceline's Trainer.
 
     Attributes:
-        place: the part, as programs write it.
-        instead: advice for names that this part does not have.
+        place: the expression by which programs access the part.
+        instead: advice for reading names that this part does not have.
         reads: the names that can be read.
         writes: the names that can be set, and the Trainer attribute that each one sets.
     """
@@ -67,7 +67,7 @@ class View:
 
 
 class Progress:
-    """Counts how often something was started and finished, in this run and in total. The counts cannot be set."""
+    """Counts how often batches, epochs or the like were started and finished, in this run and in total. Read-only."""
 
     ready: int
     started: int
@@ -81,7 +81,8 @@ class Progress:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
             f"The progress of a loop cannot be set ({name} = {value!r}), because it only reflects the state of a run. "
-            "Pass ckpt_path to fit to continue a saved run, or max_epochs to the Trainer for fewer epochs."
+            "To continue a saved run, pass ckpt_path to fit. To train for fewer epochs, pass max_epochs to the "
+            "Trainer."
         )
 
     @property
@@ -282,7 +283,7 @@ class CallbackConnector(View):
 class AcceleratorConnector:
     """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
-    Takes the same arguments as a Trainer.
+    The constructor accepts the same arguments as a Trainer.
 
     Attributes:
         strategy: the chosen Strategy.

@@ -1,1 +1,1 @@
-"""Modules that Python processes started by a program import instead of the real packages, in a folder per package."""
+"""Modules that a program's child processes import instead of the real packages, in one folder per package."""

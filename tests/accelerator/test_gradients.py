@@ -74,7 +74,7 @@ def _optimizer_of_unsharded_parameters() -> None:
 
 
 def test_an_optimizer_of_a_sharded_models_old_parameters_is_named() -> None:
-    with pytest.raises(RanksError, match="would train tensors that nothing uses"):
+    with pytest.raises(RanksError, match="would update tensors that nothing uses"):
         ranks(2, _optimizer_of_unsharded_parameters)
 
 
@@ -168,7 +168,7 @@ def test_an_optimizer_that_was_not_prepared_is_named_where_losses_are_weighed_by
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = accelerator.prepare(model)
-    with pytest.raises(RuntimeError, match="has not divided by the number of items"):
+    with pytest.raises(RuntimeError, match="not yet been divided by the number of items"):
         accelerator.backward(loss_of(model, data(4)[:]), num_items=4)
     del optimizer
 
@@ -193,7 +193,7 @@ def _messages_of_the_first_step(prepared: str, **settings: Any) -> list[str]:
     [
         ("optimizer loader", "SGD has no parameter of a prepared model"),
         ("loader", "no model was prepared"),
-        ("model optimizer", "without a prepared loader"),
+        ("model optimizer", "no prepared loader is in use"),
     ],
 )
 def test_what_was_not_prepared_is_named_on_several_processes(prepared: str, said: str) -> None:

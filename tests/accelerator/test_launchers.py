@@ -100,7 +100,7 @@ def test_the_processes_meet_at_the_port_that_is_given_or_at_a_free_one() -> None
 def test_a11_u25_cuda_that_was_used_before_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match=r"CUDA was initialized in it before the launch.*Restart the notebook"):
+    with pytest.raises(RuntimeError, match=r"already initialized CUDA.*Restart the notebook"):
         notebook_launcher(stand)
 
 

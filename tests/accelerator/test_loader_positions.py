@@ -268,7 +268,7 @@ def test_a_pass_that_counts_or_evaluates_is_told_that_it_had_the_rest_of_the_epo
     assert bool(said) == (after != "nothing")
     assert "the loop took batches 4 to 6 of epoch 0 from the loader but did not train on them." in text
     assert "The pass covered only the rest of epoch 0" in text
-    assert "To count or evaluate all batches, use a separate loader." in text
+    assert "To count the batches of an epoch, or to evaluate all of them, use a separate loader." in text
 
 
 @pytest.mark.parametrize(("step", "what"), [(5, "skips batches 4 to 5"), (1, "repeats batches 2 to 3")])

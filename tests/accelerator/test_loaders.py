@@ -622,7 +622,7 @@ def test_u6_two_ranks_go_on_as_one_at_the_same_sample() -> None:
     again = [prepared(DataLoader(Numbers(22), 2, shuffle=True), rank, 2) for rank in range(2)]
     for loader in again:
         loader.load_state_dict(source.state_dict())
-    assert "samples that do not fill a batch are read again" in again[0].derived
+    assert "samples that do not fill a complete batch are read again" in again[0].derived
     rest = [i for part in zip(*again, strict=True) for batch in part for i in batch.tolist()]
     assert seen[:8] + rest == [i for batch in one_rank(None) or () for i in batch.tolist()] or len(rest) == 14
 

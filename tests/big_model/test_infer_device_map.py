@@ -281,7 +281,7 @@ def test_tied_parameters_count_once_and_say_so() -> None:
         ({"cpu": BLOCK // 2}, "auto", r"is too small by 32\.5 KiB: fetching 'blocks\.0' \(Block\) takes"),
         ({0: BLOCK, "cpu": "1GB"}, "auto", r"\{0: \d+\} .* \(Block\) while the previous part runs"),
         ({"cpu": "2GB", "disk": 10, 0: 0}, "automatic", "automatic"),
-        ({"cpu": 3 * BLOCK, "disk": 1000}, "auto", r"does not fit on any device.* no room on cpu \(.*disk \("),
+        ({"cpu": 3 * BLOCK, "disk": 1000}, "auto", r"does not fit on any device.* not enough room on cpu \(.*disk \("),
         ({"disk": "1GB"}, "auto", "no device for the model to run on"),
         ({}, "auto", "no device for the model to run on"),
         ({"gpu": "1GB"}, "auto", "device in max_memory"),

@@ -58,7 +58,7 @@ def test_a_folder_of_another_model_is_named(tmp_path: Path) -> None:
     index = offload_weight(torch.ones(3), "a", tmp_path)
     save_offload_index(index, tmp_path)
     offload_weight(torch.ones(4), "a", tmp_path)
-    with pytest.raises(ValueError, match=r"a\.dat' has 16 bytes, but .* has 12\. The folder was changed"):
+    with pytest.raises(ValueError, match=r"a\.dat' has 16 bytes, but .* has 12\. The folder has been changed"):
         OffloadedWeightsLoader(save_folder=tmp_path)["a"]
     (tmp_path / "a.dat").unlink()
     with pytest.raises(FileNotFoundError):

@@ -430,7 +430,7 @@ def resize(module: Any) -> None:
 def test_a_change_to_a_loaded_model_that_would_be_lost_is_an_error(change: Any, said: str, folder: Path) -> None:
     def run() -> None:
         with pytest.raises(
-            RuntimeError, match=rf"embed.weight was loaded from a file and then {said}.*Change it before"
+            RuntimeError, match=rf"embed.weight was loaded from a file and then {said}.*Change the parameter before"
         ):
             fit(partial(Language, folder, change=change), FSDPStrategy())
 
@@ -481,7 +481,7 @@ def look_elsewhere(module: nn.Module, place: Path) -> None:
 
 SAID = {
     "missing": "do not exist|No such file",
-    "corrupt": "damaged or in a different format",
+    "corrupt": "damaged or has another format",
     "another shape": r"has the shape \(1,",
 }
 

@@ -454,7 +454,7 @@ def test_a_killed_run_has_its_record_and_once_resumed_one_page_with_each_row_onc
     folder = Path("logs/paceline_logs/version_0")
     assert not (folder / "run_report.html").exists()
     history = read(folder)
-    assert history.status.startswith("ended without a record: killed")
+    assert history.status.startswith("ended without recording how: the process was killed")
     assert [step for step, _ in history.curves()["train_loss_step"]] == [2, 4, 6, 8]
     assert main(["report", str(folder)]) == 0
     assert "killed" in capsys.readouterr().out

@@ -330,7 +330,10 @@ def test_a_foreign_file_is_refused_with_a_list_and_with_trust_becomes_plain(
     assert f"convert {path} OUT --trust" in told
     assert not out.exists()
     told = said(capsys, "convert", path, out, "--trust")
-    assert "Kept as objects, which can be loaded only with weights_only=False: callbacks/Other (" in told
+    assert (
+        "These entries were kept as objects, which can be loaded only with weights_only=False: callbacks/Other ("
+        in told
+    )
     assert "Config)." in told
     plain = read(out)
     hparams = plain["hyper_parameters"]
@@ -388,5 +391,5 @@ def test_convert_says_that_a_class_belongs_to_the_script_that_wrote_the_file(
         script.setattr(sys.modules["__main__"], "Obj", kind, raising=False)
         torch.save(set_apart({"state_dict": {}, "mine": kind(), "paceline": {}}), tmp_path / "x.ckpt")
     answer = said(capsys, "convert", tmp_path / "x.ckpt", tmp_path / "z.ckpt", "--trust", status=2)
-    assert "references a class of the script that wrote it (" in answer
+    assert "references a class that is defined in the script that wrote the file (" in answer
     assert "move the class to a module" in answer

@@ -104,7 +104,7 @@ def test_c3_yes_to_dynamo_asks_for_backend_mode_graph_and_shapes(
     assert asked(capsys)[4:9] == [
         "Which dynamo backend would you like to use?",
         "Which mode do you want to use? (default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs)",
-        "Must the model compile into one full graph?",
+        "Must the model be compiled as a single graph?",
         "Do you want to enable dynamic shape tracing?",
         "Do you want to compile repeated blocks only once?",
     ]
@@ -187,8 +187,12 @@ def test_c4_what_is_not_supported_is_said_and_asked_again_on_a_terminal(
     answer(monkeypatch, "AWS", "", "m", "No distributed training", "", "", "", "", "", "bf17", "bf16", terminal=True)
     assert main(["config"]) == 0
     out = capsys.readouterr().out
-    assert "'AWS' is not supported: Paceline starts processes only on the machine on which it is launched." in out
-    assert "run this command on each of them, with RANK from 0 to N - 1: paceline launch --num_machines N" in out
+    assert (
+        "'AWS' is not supported, because Paceline starts processes only on the machine on which it is launched." in out
+    )
+    assert (
+        "run the following command on each machine, with RANK from 0 to N - 1: paceline launch --num_machines N" in out
+    )
     assert "'m' is not one of the choices. Enter a number or a name: 'No distributed training', 'multi-CPU'" in out
     assert "'bf17' is not a valid value. Did you mean 'bf16'?" in out
     assert read_file(own).values["mixed_precision"] == "bf16"

@@ -87,8 +87,8 @@ def test_i8_a_model_that_does_not_fit_is_told_with_what_would(factory: str, caps
     fits = {row["strategy"]: row["fits"] for row in found["training"]}
     assert fits == {"single_device": "no", "ddp": "no", "fsdp": "no", "fsdp_cpu_offload": "yes"}
     said = " ".join(found["verdict"])
-    assert "Does not fit: single_device in 32-true" in said
-    assert "Fits: fsdp_cpu_offload x2 in 32-true" in said
+    assert "These do not fit: single_device in 32-true" in said
+    assert "These fit: fsdp_cpu_offload x2 in 32-true" in said
     nothing = asked(capsys, *arguments, "--device_memory", "25MB", "--strategy", "fsdp")
     assert {row["fits"] for row in nothing["training"]} == {"no"}
     said = " ".join(nothing["verdict"])
@@ -97,7 +97,7 @@ def test_i8_a_model_that_does_not_fit_is_told_with_what_would(factory: str, caps
     assert "fsdp_cpu_offload x2 in bf16-mixed (" in said
     small = asked(capsys, *arguments, "--device_memory", "10MB", "--dtypes", "float32", "int8")
     assert (
-        "Loaded in float32, the model does not fit on one device of 9.54 MiB. In int8 (3.83 MiB), it does."
+        "Loaded in float32, the model does not fit on one device of 9.54 MiB. In int8 (3.83 MiB), the model fits."
         in " ".join(small["verdict"])
     )
 
@@ -166,7 +166,7 @@ def test_u21_files_of_safetensors_are_read_by_their_headers_alone(
     assert "2.safetensors' cannot be read: Error while deserializing header: incomplete" in capsys.readouterr().err
     (folder / "2.safetensors").write_bytes(struct.pack("<Q", 2**60))
     assert main(["estimate-memory", str(folder)]) == FAILED
-    assert "The file is damaged or in a different format. Download or write it again." in capsys.readouterr().err
+    assert "The file is damaged or has another format. Download or write the file again." in capsys.readouterr().err
 
 
 def test_u21_a_name_of_the_hub_is_told_what_to_do_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +181,7 @@ def test_u21_a_name_of_the_hub_is_told_what_to_do_without_a_network(capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["mine.py"], "Add the function that builds the model: mine.py:build_model"),
+        (["mine.py"], "Add the name of the function that builds the model, for example mine.py:build_model"),
         (["mine.py:bild"], "no function or class 'bild'. Did you mean 'build'?"),
         (["mine.py:torch"], "no function or class 'torch'"),
         (["mine.py:build", "--device_memory", "much"], "--device_memory='muchB' is not a valid size"),

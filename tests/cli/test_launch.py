@@ -349,7 +349,7 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
     [
         (["--multi_gpu", "train.py"], "--multi_gpu needs at least 2 GPUs, but torch sees 0"),
         (["--multi_gpu", "--cpu", "train.py"], "--multi_gpu needs at least 2 GPUs, but --cpu leaves 0"),
-        (["--tpu", "train.py"], "--tpu needs a TPU, but the package torch_tpu is not installed. Run this on a"),
+        (["--tpu", "train.py"], "--tpu needs a TPU, but the package torch_tpu is not installed. Run the command on a"),
         (["--tpu", "--cpu", "train.py"], "--tpu and --cpu cannot be used together."),
         (["--tpu_use_sudo", "train.py"], "--tpu_use_sudo: Paceline starts processes only on this machine"),
         (["--megatron-lm-tp-degree", "2", "train.py"], "--megatron-lm-tp-degree: Megatron-LM is not supported."),

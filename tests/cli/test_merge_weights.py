@@ -38,7 +38,7 @@ def test_weights_become_one_file_of_safetensors(out: str, tmp_path: Path) -> Non
         ),
         (["merge-weights", "x", "y", "--remove-checkpoint-dir"], "--remove_checkpoint_dir: training can resume only"),
         (["to-fsdp2", "--config_file", "x"], "Paceline uses FSDP 2"),
-        (["tpu-config"], "It runs commands on the machines of a TPU pod."),
+        (["tpu-config"], "Paceline does not run commands on all machines of a TPU pod."),
     ],
 )
 def test_what_is_not_done_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -584,7 +584,10 @@ def test_hyperparameters_of_another_model_are_an_error(capsys: pytest.CaptureFix
     ran("fit").trainer.save_checkpoint("x.ckpt")
     with pytest.raises(SystemExit):
         ran("test", "--ckpt_path=x.ckpt", model=TinyModule)
-    assert "Parsing of ckpt_path hyperparameters failed: the hyperparameters in 'x.ckpt'" in capsys.readouterr().err
+    assert (
+        "Parsing of ckpt_path hyperparameters failed, because the hyperparameters in 'x.ckpt'"
+        in capsys.readouterr().err
+    )
 
 
 def written(**hyperparameters: Any) -> None:

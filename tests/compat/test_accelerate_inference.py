@@ -55,8 +55,8 @@ def refuse() -> Any:
 def test_parts_that_do_not_fit_the_processes_are_refused_on_all_of_them() -> None:
     for parts, unknown in ranks(2, refuse):
         assert parts == (
-            "prepare_pippy(split_points=['2', '3']) makes 3 parts, but there are 2 processes, and each runs one part. "
-            "Pass 1 in split_points, or 'auto'."
+            "prepare_pippy(split_points=['2', '3']) divides the model into 3 parts, but there are 2 "
+            "processes, and each process runs one part. Pass 1 split points, or 'auto'."
         )
         assert "Unknown module in prepare_pippy(split_points=...) '9'." in unknown
 

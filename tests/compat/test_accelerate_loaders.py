@@ -345,7 +345,7 @@ def test_a_pass_that_skips_batches_and_windows_of_several_models_are_told_too(ca
             for model in models:
                 with accelerator.accumulate(model):
                     accelerator.backward(model(x).square().mean())
-        assert ("Each argument of accumulate has its own accumulation window" in caplog.text) == told
+        assert ("Each group of models passed to accumulate has its own accumulation window" in caplog.text) == told
         assert ("uses the order of the next epoch" in caplog.text) == told
 
 

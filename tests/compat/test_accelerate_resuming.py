@@ -137,7 +137,7 @@ def test_an_order_that_accelerate_would_draw_anew_is_told(tmp_path: Path, caplog
     for name, seedable in (("seedable", True), ("drawn", False)):
         example(tmp_path / name, 4, use_seedable_sampler=seedable)
         example(tmp_path / name, 4, "step_4", use_seedable_sampler=seedable)
-        assert caplog.text.count("continues in its own order") == (not seedable)
+        assert caplog.text.count("continues in its original order") == (not seedable)
 
 
 def test_so_do_two_processes(tmp_path: Path) -> None:

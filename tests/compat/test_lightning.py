@@ -618,7 +618,7 @@ says(lambda: trainer.fit_loop.epoch_loop.val_loop._run, AttributeError, "private
 says(lambda: trainer._callback_connector._attach(), AttributeError, "trainer.callbacks")
 says(lambda: setattr(trainer.fit_loop, "epoch_progress", 1), AttributeError, "only reflects")
 progress = trainer.fit_loop.epoch_progress.current
-says(lambda: setattr(progress, "completed", 3), AttributeError, "completed = 3", "Pass ckpt_path to fit")
+says(lambda: setattr(progress, "completed", 3), AttributeError, "completed = 3", "pass ckpt_path to fit")
 assert sum("epoch_loop.batch_idx" in r.getMessage() for r in told) == 1
 
 # what would be chosen

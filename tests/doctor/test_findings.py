@@ -324,7 +324,7 @@ def test_callbacks_that_take_much_of_a_step_are_named_with_their_hook_and_share(
     finding = only(report, "logging_share")
     assert finding.what == "Callbacks and logging take 75 % of each step, most of it Ends.on_train_batch_end."
     named = "Ends.on_train_batch_end (60 %), Looks.on_before_zero_grad (10 %), Talks.on_train_batch_end (5 %)"
-    assert finding.why == f"The time goes into these hooks: {named}."
+    assert finding.why == f"The time is spent in these hooks: {named}."
     assert "progress bar" not in finding.change
     assert "profiler='simple'" in finding.change
 
@@ -583,7 +583,9 @@ def test_communication_that_backward_does_not_hide() -> None:
 def test_a_straggler_is_named_and_where_it_is_late() -> None:
     report = two(seconds=(0.002, 0.03))
     finding = only(report, "stragglers")
-    assert finding.what.startswith("Rank 1 takes 28 ms longer for a step than the others, and rank 0 waits 93 % of")
+    assert finding.what.startswith(
+        "Rank 1 takes 28 ms longer for a step than the other ranks, and rank 0 waits 93 % of"
+    )
     assert finding.why == "It spends 28 ms more per step on forward."
     assert not keys(report) & {"communication_bound", "model_too_small"}, report.text()
 

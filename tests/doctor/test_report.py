@@ -108,7 +108,10 @@ def test_trying_compares_every_run_with_the_first_and_keeps_what_failed() -> Non
     assert rows["num_workers=2 (was 1)"]["best"]
     assert rows["compile=True"]["error"] == "no compiler"
     assert "one process (was 2)" in rows
-    assert "2 processes handle 1.00 times as many samples as one: a scaling efficiency of 50 %." in report.text()
+    assert (
+        "2 processes train on 1.00 times as many samples per second as one process, which is a scaling "
+        "efficiency of 50 %." in report.text()
+    )
     assert "num_workers=2 (was 1) is best: 4.00 times as fast" in report.verdict()
     with pytest.raises(ValueError, match="'wrokers' is not a change"):
         names("compile,wrokers")
@@ -122,7 +125,7 @@ def test_a_trial_that_trained_nothing_is_no_result() -> None:
     report.trials = list(tried(report, measure, lambda text: None, {"num_workers"}))
     mark_best(report.trials)
     assert all(row["error"] == "ended too soon" for row in report.trials[1:])
-    assert "All of the tried changes failed" in report.verdict()
+    assert "All changes that were tried failed" in report.verdict()
 
 
 def test_only_what_can_be_changed_is_tried() -> None:

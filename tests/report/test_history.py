@@ -89,7 +89,9 @@ def test_a_record_without_an_end_is_running_only_if_its_process_is(whose: str) -
     if whose == "another with its number":
         process["begun"] = 1
     history = read(written(start(process=process), row(0)))
-    assert history.status.startswith("running" if whose == "ours" else "ended without a record: killed")
+    assert history.status.startswith(
+        "running" if whose == "ours" else "ended without recording how: the process was killed"
+    )
 
 
 def test_the_record_beside_a_page_is_found() -> None:

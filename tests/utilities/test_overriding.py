@@ -26,5 +26,5 @@ def test_a_method_of_the_class_or_the_instance_counts() -> None:
 def test_a_stranger_needs_its_base_class() -> None:
     with pytest.raises(ValueError, match="Pass its base class as parent"):
         is_overridden("x", object())
-    with pytest.raises(ValueError, match="Own has no method with that name"):
+    with pytest.raises(ValueError, match="Own has no method with this name"):
         is_overridden("nothing", Own(), Own)

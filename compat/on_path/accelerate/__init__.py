@@ -1,1 +1,1 @@
-"""The module that Python processes started by a program import as ``accelerate``."""
+"""The module that a program's child processes import as ``accelerate``."""

@@ -1,1 +1,1 @@
-"""The modules that Python processes started by a program import as ``lightning`` and its other names."""
+"""The modules that a program's child processes import as ``lightning`` and under Lightning's other names."""

@@ -1,4 +1,4 @@
-"""Replacement for ``lightning`` in Python processes started by a program that uses Paceline's replacement."""
+"""Replaces ``lightning`` in the child processes of a program that uses Paceline's replacement."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Replacement for ``lightning_fabric`` in Python processes started by a program that uses Paceline's replacement."""
+"""Replaces ``lightning_fabric`` in the child processes of a program that uses Paceline's replacement."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Replacement for ``pytorch_lightning`` in Python processes started by a program that uses Paceline's replacement."""
+"""Replaces ``pytorch_lightning`` in the child processes of a program that uses Paceline's replacement."""
 
 import importlib
 import sys
