@@ -12,7 +12,7 @@ When batches are prefetched (on a GPU, or when a loader has no length), the thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -440,6 +440,13 @@ def replaced(owner: Any, name: str, base: type) -> Callable[..., Any] | None:
     method = overridden(owner, name, base)
     inner = method and unwrap(method)
     return None if getattr(inner, "__func__", inner) is getattr(base, name, None) else method
+
+
+def accumulation_of(callbacks: Iterable[Any], epoch: int) -> int | None:
+    """Return the number of batches per optimizer step that callbacks set for an epoch; None if none of them does."""
+    deciding = (replaced(callback, "get_accumulate_grad_batches", Callback) for callback in callbacks)
+    found = (method(epoch) for method in deciding if method is not None)
+    return next((batches for batches in found if batches is not None), None)
 
 
 #: Callback methods that do not appear in the pseudo-code.

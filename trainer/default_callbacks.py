@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..callbacks.base import Callback, overridden
+from ..callbacks.checkpoint_retention import Checkpoint
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.model_summary import ModelSummary
-from ..callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from ..callbacks.progress import ProgressBar
 from ..callbacks.timer import Timer, to_timedelta
 from ..checkpoint import storage
@@ -177,9 +177,8 @@ def _default(kind: type[Callback]) -> Callback:
 
 def order(callbacks: list[Callback]) -> list[Callback]:
     """Move callbacks with ``runs_first`` to the front and those that save to the end."""
-    last = (ModelCheckpoint, OnExceptionCheckpoint)
-    saving = [c for c in callbacks if isinstance(c, last)]
-    others = [c for c in callbacks if not isinstance(c, last)]
+    saving = [c for c in callbacks if isinstance(c, Checkpoint)]
+    others = [c for c in callbacks if not isinstance(c, Checkpoint)]
     return [*(c for c in others if c.runs_first), *(c for c in others if not c.runs_first), *saving]
 
 

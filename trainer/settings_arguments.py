@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import messages
-from ..callbacks.base import Callback, replaced
+from ..callbacks.base import Callback, accumulation_of
 from ..doctor.script_arguments import overruled
 from ..settings import Given, Row, Settings, resolve
 from ..settings.constructors import Constructor, P
@@ -184,9 +184,7 @@ def _precision(given: Mapping[str, Any]) -> Any:
 
 def _accumulation(given: Mapping[str, Any]) -> Any:
     callbacks = given["callbacks"] if isinstance(given["callbacks"], Sequence) else (given["callbacks"],)
-    name, kind = "get_accumulate_grad_batches", Callback
-    deciding = [method for c in callbacks if isinstance(c, kind) and (method := replaced(c, name, kind)) is not None]
-    scheduled = any(method(0) is not None for method in deciding)
+    scheduled = accumulation_of((c for c in callbacks if isinstance(c, Callback)), 0) is not None
     return 1 if scheduled and given["accumulate_grad_batches"] is None else given["accumulate_grad_batches"]
 
 

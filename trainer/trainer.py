@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 
 from .. import messages
-from ..callbacks.base import Callback, replaced
+from ..callbacks.base import Callback, accumulation_of
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress import ProgressBar
@@ -24,6 +24,7 @@ from ..data.datamodule import DataModule
 from ..loggers.base import Logger
 from ..processes.accelerators import Accelerator, AcceleratorRegistry
 from ..processes.devices import AcceleratorName
+from ..processes.launch import told_if_stopped_early
 from ..processes.signals import Action, check_signals
 from ..profilers.base import Profiler
 from ..settings import Row
@@ -493,8 +494,6 @@ class Trainer:
 
     def _run_in_processes(self, launcher: Callable[..., Any], request: Request) -> Any:
         """Run the request in the processes that the launcher starts."""
-        from ..processes.launch import told_if_stopped_early
-
         with told_if_stopped_early(len(self.strategy.device_ids)):
             from .multiprocess_run import run_in_processes
 
@@ -816,14 +815,9 @@ class Trainer:
         batches = self.num_training_batches
         if batches == math.inf:
             return math.inf if self.max_steps == -1 else self.max_steps
-        total = sum(math.ceil(batches / self._accumulation(epoch)) for epoch in range(self.max_epochs or 0))
+        windows = [accumulation_of(self.callbacks, epoch) for epoch in range(self.max_epochs or 0)]
+        total = sum(math.ceil(batches / (window or self.accumulate_grad_batches)) for window in windows)
         return total if self.max_steps == -1 else min(total, self.max_steps)
-
-    def _accumulation(self, epoch: int) -> int:
-        """Return the number of micro-batches per update in an epoch."""
-        deciding = (replaced(callback, "get_accumulate_grad_batches", Callback) for callback in self.callbacks)
-        found = (method(epoch) for method in deciding if method is not None)
-        return next((batches for batches in found if batches is not None), self.accumulate_grad_batches)
 
     # ---- callbacks -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from .. import messages
+from ..callbacks.base import accumulation_of
 from ..callbacks.finetuning import BaseFinetuning
 from ..data.combined_loader import CombinedLoader
 from ..data.loaders import eval_loaders, leaves_of, replaced, train_loader
@@ -117,10 +118,8 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
     double.profiler = check_profiler(None)
     double.loggers = [DummyLogger()] if trainer.loggers else []
     double.callbacks = [copy.deepcopy(c) for c in trainer.callbacks if isinstance(c, BaseFinetuning)]
-    for callback in trainer.callbacks:
-        batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
-        if batches is not None:
-            double.accumulate_grad_batches = batches
+    batches = accumulation_of(trainer.callbacks, trainer.state.epoch)
+    double.accumulate_grad_batches = batches or trainer.accumulate_grad_batches
     double.state = RunState()
     double.state.load_state_dict(trainer.state.state_dict())
     run = double.current_run = Run(double, request)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
+from ..callbacks.base import accumulation_of
 from ..trainer.start_run import setup_optimizers
 from .attribute_lookup import TunedAttribute, find, find_one_of, lr_places
 from .batch_size import BatchPlan, SizeSearch, SizeSearchResult, plan, resize, size_of, stage_of
@@ -60,7 +61,7 @@ def effective_now(run: Run, places: list[TunedAttribute], given: Any, wanted: An
     """Return how many samples an update must use across all processes; None if that number may change."""
     if wanted is None:
         return None
-    other = next((c for c in run.trainer.callbacks if c.get_accumulate_grad_batches(0) is not None), None)
+    other = next((c for c in run.trainer.callbacks if accumulation_of([c], 0) is not None), None)
     if other is not None:
         raise ValueError(
             f"scale_batch_size(effective_batch={wanted!r}) sets accumulate_grad_batches, but so does the "

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from quiet_fits import SaveAt, SaveInValidation, loader, trainer
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Trainer, TrainingModule
 from paceline.callbacks.base import Callback
@@ -53,45 +53,6 @@ class Recorder(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.weights.append(pl_module.backbone[0].weight.detach().clone())
-
-
-class SaveAt(Callback):
-    monitors_metrics = True
-
-    def __init__(self, epoch: int, path: Path) -> None:
-        self.epoch = epoch
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(self.path)
-
-
-class SaveInValidation(SaveAt):
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-
-    on_train_epoch_end = None  # type: ignore[assignment]
-
-
-def loader(shuffle: bool = False) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(20, 4, generator=generator)
-    y = torch.randn(20, 1, generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=shuffle)
-
-
-def trainer(path: Path, *callbacks: Callback, **kwargs: Any) -> Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": path,
-    }
-    return Trainer(callbacks=list(callbacks), **(quiet | kwargs))
 
 
 def frozen(module: nn.Module) -> list[str]:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from quiet_fits import SaveAt, SaveInValidation, loader, trainer
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from paceline import Trainer, TrainingModule
+from paceline import TrainingModule
 from paceline.callbacks.base import Callback
 from paceline.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from paceline.callbacks.weight_averaging import CURRENT_KEY
@@ -61,51 +62,10 @@ class Recorder(Callback):
         self.epochs.append({n: p.detach().double().clone() for n, p in pl_module.named_parameters()})
 
 
-class SaveAt(Callback):
-    """Saves when the given epoch, or its validation, ends."""
-
-    monitors_metrics = True
-
-    def __init__(self, epoch: int, path: Path) -> None:
-        self.epoch = epoch
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(self.path)
-
-
-class SaveInValidation(SaveAt):
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-
-    on_train_epoch_end = None  # type: ignore[assignment]
-
-
 class SaveEarly(SaveAt):
     """Comes before the callbacks under test where an epoch ends."""
 
     monitors_metrics = False
-
-
-def loader(num: int = 20, shuffle: bool = False) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(num, 4, generator=generator)
-    y = torch.randn(num, 1, generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=shuffle)
-
-
-def trainer(path: Path, *callbacks: Callback, **kwargs: Any) -> Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": path,
-    }
-    return Trainer(callbacks=list(callbacks), **(quiet | kwargs))
 
 
 def mean(epochs: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quiet_fits import loader, trainer
 from rank_processes import ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
@@ -61,26 +62,6 @@ class Recorder(Callback):
         if trainer.global_step > len(self.steps):
             self.steps.append({n: p.detach().double().clone() for n, p in pl_module.named_parameters()})
             self.epoch_of_step.append(trainer.current_epoch)
-
-
-def loader(num: int = 20, shuffle: bool = False) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(num, 4, generator=generator)
-    y = torch.randn(num, 1, generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=shuffle)
-
-
-def trainer(path: Path, *callbacks: Callback, **kwargs: Any) -> Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": path,
-    }
-    return Trainer(callbacks=list(callbacks), **(quiet | kwargs))
 
 
 def fold(weights: list[dict[str, Tensor]], decay: float) -> dict[str, Tensor]:

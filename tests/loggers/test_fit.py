@@ -211,6 +211,8 @@ class Deletes(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
+            if isinstance(trainer.logger, TensorBoardLogger):  # its thread may still hold the last value
+                trainer.logger.experiment.flush()
             os.rename(self.folder, "deleted")  # at once: a thread that writes could make a file while a tree goes
             shutil.rmtree("deleted")
 

@@ -1,4 +1,4 @@
-"""The callbacks of a Trainer that the user did not give."""
+"""The callbacks of a Trainer that the user did not give, and the order of all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline import Trainer
+from paceline import Callback, Trainer
+from paceline.callbacks import Checkpoint, ModelCheckpoint
 from paceline.trainer import default_callbacks
 
 
@@ -35,3 +36,13 @@ def test_installed_packages_add_callbacks_unless_the_user_gives_one_of_the_class
     default_callbacks._points.cache_clear()
     with pytest.raises(TypeError, match=r"entry point 'both' .*returned 'B', which is not a Callback"):
         Trainer(accelerator="cpu", **off)
+
+
+def test_every_callback_that_saves_checkpoints_runs_after_the_others() -> None:
+    class Own(Checkpoint):
+        """A user's own."""
+
+    off: Any = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
+    own, other, built_in = Own(), Callback(), ModelCheckpoint()
+    trainer = Trainer(accelerator="cpu", callbacks=[own, built_in, other], **off)
+    assert trainer.callbacks == [other, own, built_in]

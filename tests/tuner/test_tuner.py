@@ -170,6 +170,13 @@ def test_the_same_holds_for_sharded_weights() -> None:
         assert_same(one, other)
 
 
+def test_a_callback_method_that_is_none_counts_as_not_defined() -> None:
+    callback: Any = GradientAccumulationScheduler({0: 2})
+    callback.get_accumulate_grad_batches = callback.setup = callback.on_train_epoch_start = None
+    trainer = Trainer(**QUIET, callbacks=[callback], max_steps=1, enable_checkpointing=False)
+    assert Tuner(trainer).lr_find(TinyModule(), tiny_loader(8), num_training=5) is not None
+
+
 def test_nothing_is_logged_saved_or_called(tmp_path: Path) -> None:
     from paceline import Callback
 
