@@ -26,6 +26,7 @@ import paceline
 from paceline.callbacks.base import HOOKS
 from paceline.cli.main import COMMANDS
 from paceline.settings import SETTINGS
+from paceline.trainer.hook_names import DATA_METHODS, MODULE_METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 versions = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "site" / "versions.py")))
@@ -107,7 +108,11 @@ def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path
     assert not promised - described["py"]
     assert not {one.variable for one in SETTINGS.values()} - described["std:envvar"]
     hooks = (site / "reference" / "hooks.html").read_text()
-    assert not [name for name in HOOKS if f'id="{name.replace("_", "-")}"' not in hooks]
+    entries = dict(zip(*[iter(re.split(r'<section id="([a-z-]+)">\n<h3>', hooks)[1:])] * 2, strict=True))
+    names = {name.replace("_", "-") for name in (*HOOKS, *MODULE_METHODS, *DATA_METHODS)}
+    assert set(entries) == names
+    facts = ("When", "Ranks", "May", "Must not")
+    assert not [name for name, entry in entries.items() if not all(f"<dt>{fact}<" in entry for fact in facts)]
     commands = (site / "reference" / "commands.html").read_text()
     assert not [name for name in COMMANDS if f"<h2>paceline {name}<" not in commands]
     assert "{no|fp16|bf16|fp8}" in commands

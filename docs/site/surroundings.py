@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 #: Pages that mention every subject and would be found first by every search. They are left out of the search.
 UNSEARCHED = ("licenses", "sources/CHANGELOG", "sources/README", "sources/benchmarks/README")
 LONGEST = 300
-#: Sections of the start page that stand in the right column of a wide screen. What comes before them is in the left one.
+#: Sections of the start page that are in the right column of a wide screen. What comes before them is in the left one.
 RIGHT = ("never-a-lost-step", "almost-no-cost")
 
 
