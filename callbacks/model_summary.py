@@ -242,7 +242,7 @@ def table(columns: list[list[str]], totals: list[str], width: int | None) -> str
     left_out = ("Mode", "FLOPs", "In sizes", "Out sizes")
     rows, left_out = fitted(columns, width, ("Name", "In sizes", "Out sizes"), left_out, ("Name", "Type"), " | ")
     rule = "-" * max(len(line) for row in rows for line in row.splitlines())
-    totals = [*totals, *([f"Columns left out for lack of room: {', '.join(left_out)}."] if left_out else [])]
+    totals = [*totals, *([f"Left out for lack of room: {', '.join(left_out)}."] if left_out else [])]
     if width is not None:
         totals = [textwrap.fill(total, width, break_long_words=False) for total in totals]
     return "\n".join([rows[0], rule, *rows[1:], rule, *totals])

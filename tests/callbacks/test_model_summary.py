@@ -335,7 +335,7 @@ def test_a_table_that_fits_is_left_alone_and_a_wide_one_is_folded_before_columns
     ]  # fmt: skip
     assert len(folded.splitlines()) > len(whole.splitlines())
     narrow = summarize(Deep(), -1).text(60)
-    assert "Columns left out for lack of room: " in narrow
+    assert "Left out for lack of room: " in narrow
 
 
 @pytest.mark.parametrize("columns", [60, 80])
