@@ -161,7 +161,7 @@ def test_a_file_size_limit_leaves_the_old_file_and_names_path_and_bytes(tmp_path
     (tmp_path / "error.txt").unlink()
     assert int(number) == errno.EFBIG
     assert repr(str(path)) in message
-    assert "about 4,000,000 are needed" in message
+    assert "needs about 4,000,000 bytes" in message
     assert "bytes are free in its folder" in message
     assert "The existing file is unchanged." in message
     assert value_in(path) == 1.0
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_the_old_file_and_names_path_and_bytes(small_disk: Pa
         single_file.write(checkpoint(2.0, 1_000_000), path)
     assert caught.value.errno == errno.ENOSPC
     assert repr(str(path)) in str(caught.value)
-    assert "about 4,000,000 are needed" in str(caught.value)
+    assert "needs about 4,000,000 bytes" in str(caught.value)
     assert "save_top_k" in str(caught.value)
     assert value_in(path) == 1.0
     assert os.listdir(small_disk) == ["x.ckpt"]

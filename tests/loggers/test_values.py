@@ -83,7 +83,7 @@ def test_settings_come_as_dataclass_or_none() -> None:
 
 
 def test_settings_without_names_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"from \[1, 2\] \(of type list\), because they need names"):
+    with pytest.raises(TypeError, match=r"from \[1, 2\] \(of type list\), because every hyperparameter needs a name"):
         mapping([1, 2])
 
 

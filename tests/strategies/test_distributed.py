@@ -252,7 +252,7 @@ def test_a_signal_that_ends_processes_while_they_start_is_told(
     for end in trainer.strategy.ready:
         os.close(end)
     err = capfd.readouterr().err
-    assert [line for line in err.splitlines() if "stopped the processes (2)" in line] == told
+    assert [line for line in err.splitlines() if "stopped the run's processes (2 in total)" in line] == told
 
 
 STOPPED_AT_ONCE = """
