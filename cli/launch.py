@@ -238,7 +238,7 @@ def _check_gpu_ids(settings: Settings, kind: str) -> None:
         why = f"it cannot select {_title(kind)}s"
     else:
         return
-    messages.warn(f"paceline launch: {settings.origin('gpu_ids').where} has no effect: {why}.")
+    messages.warn(f"paceline launch: {settings.origin('gpu_ids').where} has no effect, because {why}.")
 
 
 def _title(kind: str) -> str:

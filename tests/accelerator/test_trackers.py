@@ -128,7 +128,11 @@ def test_a_registered_class_is_asked_for_by_its_name(tmp_path: Path, classes: di
     trackers.start("p")
     assert isinstance(trackers.get("notes"), Notes)
     assert "notes" in get_available_trackers()
-    for wrong, why in ((int, "not a subclass"), (Notes("p", "."), "not an instance"), (GeneralTracker, "needs name")):
+    for wrong, why in (
+        (int, "not a subclass"),
+        (Notes("p", "."), "not an instance"),
+        (GeneralTracker, "must define name"),
+    ):
         with pytest.raises(ValueError, match=why):
             register_tracker_class(wrong)  # type: ignore[arg-type]
 

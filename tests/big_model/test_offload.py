@@ -96,7 +96,9 @@ def test_tensors_come_from_memory_files_and_prefixes(tmp_path: Path) -> None:
     twice = OffloadedWeightsLoader(index={"y": {"safetensors_file": str(file), "weight_name": "x"}, "z": entries["y"]})
     twice["y"].add_(1)
     assert torch.equal(twice["z"], torch.ones(3, dtype=torch.float16))  # changing one does not change another
-    with pytest.raises(ValueError, match=r"expects 'X' in .*m\.safetensors', which does not contain it\. The file was"):
+    with pytest.raises(
+        ValueError, match=r"expects 'X' in .*m\.safetensors', which does not contain it\. The file has been"
+    ):
         OffloadedWeightsLoader(index={"X": {"safetensors_file": str(file)}})["X"]
     inside = PrefixedDataset(found, "a.")
     assert (list(inside), len(inside)) == (["w"], 1)

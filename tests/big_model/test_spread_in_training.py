@@ -125,9 +125,9 @@ def test_what_limits_and_maps_cannot_mean_is_an_error() -> None:
         plan_device_map(model, max_memory="2GB")  # type: ignore[arg-type]
     with pytest.warns(PacelineWarning, match=r"no_split_module_classes contains 'Blok'.* Did you mean 'Block'"):
         plan_device_map(model, no_split_module_classes=["Blok"])
-    with pytest.raises(ValueError, match=r"such as \{'': 'cuda'\} for all"):
+    with pytest.raises(ValueError, match=r"such as \{'': 'cuda'\} for the entire model"):
         plan_device_map(model, "cuda")
-    with pytest.raises(FileNotFoundError, match="nothing is downloaded"):
+    with pytest.raises(FileNotFoundError, match="weights are never downloaded"):
         load_checkpoint_and_dispatch(model, "someone/something")
 
 

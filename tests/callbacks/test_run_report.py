@@ -458,7 +458,7 @@ def test_a_killed_run_has_its_record_and_once_resumed_one_page_with_each_row_onc
     assert [step for step, _ in history.curves()["train_loss_step"]] == [2, 4, 6, 8]
     assert main(["report", str(folder)]) == 0
     assert "killed" in capsys.readouterr().out
-    assert "Ended without a record: killed" in Page(folder / "run_report.html").text
+    assert "Ended without recording how: the process was killed" in Page(folder / "run_report.html").text
 
     with open(folder / "run_report.jsonl", "ab") as file:
         file.write(b'{"what": "row", "ti')  # as if the kill had come in the middle of a line

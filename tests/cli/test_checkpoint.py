@@ -90,7 +90,7 @@ def test_ls_fits_the_width_of_the_terminal(tmp_path: Path, capsys: Any, columns:
     shown = seen(lambda: main(["checkpoint", "ls", str(tmp_path)]), columns).text
     assert max(map(len, shown.splitlines())) <= columns
     assert {"name", "step", "score", "state"} <= set(shown.splitlines()[0].split())
-    assert "Left out for lack of room: save" in shown
+    assert "left out for lack of room: save" in shown
     assert "loss=0.25" in shown
     if columns == 80:
         assert name in shown
@@ -239,7 +239,7 @@ def test_safetensors_hold_the_weights_and_a_tied_one_once(tmp_path: Path, capsys
     write(tmp_path / "x.ckpt", 1, state_dict={**net.state_dict(), "extra": 3})
     told = said(capsys, "export", tmp_path / "x.ckpt", tmp_path / "x.safetensors")
     assert "last.weight is the same tensor as first.weight" in told
-    assert "Left out extra: it is an int" in told
+    assert "Left out extra, which is an int" in told
     found = load_file(tmp_path / "x.safetensors")
     assert list(found) == ["first.weight"]
     assert torch.equal(found["first.weight"], net.first.weight)

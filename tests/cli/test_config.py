@@ -322,7 +322,7 @@ def test_u22_what_the_environment_says_is_taken_over(own: Path, monkeypatch: pyt
     ("given", "part"),
     [
         ("mixed_precison=no", "Did you mean 'mixed_precision'?"),
-        ("mixed_precision", "must be NAME=VALUE"),
+        ("mixed_precision", "must have the form NAME=VALUE"),
         ("mixed_precision=bf17", "Did you mean 'bf16'?"),
     ],
 )

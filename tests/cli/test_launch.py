@@ -393,11 +393,11 @@ def test_devices_of_any_kind_are_counted_and_named_and_ids_that_select_none_are_
 ) -> None:
     monkeypatch.setattr(module, "_replace", subprocess.call)
     text = script("import os; print(os.environ['ZE_AFFINITY_MASK'])")
-    with pytest.warns(match="--gpu_ids has no effect: no GPU is visible"):
+    with pytest.warns(match="--gpu_ids has no effect, because no GPU is visible"):
         assert launched(capfd, "--gpu_ids", "1,2", text)[:2] == (0, "1,2\n")
     monkeypatch.setattr(module, "_count_tpus", lambda: 1)
     monkeypatch.setattr(module, "_has_torch_tpu", lambda: True)
-    with pytest.warns(match="--gpu_ids has no effect: it cannot select TPUs"):
+    with pytest.warns(match="--gpu_ids has no effect, because it cannot select TPUs"):
         launched(capfd, "--tpu", "--gpu_ids", "1", "train.py")
     for kind, title in (("mps", "MPS device"), ("xpu", "XPU device"), ("npu", "NPU device")):
         monkeypatch.setattr(module, "_find_best", lambda kind=kind: (kind, 1))

@@ -193,7 +193,7 @@ def test_install_refuses_to_mix_with_the_real_package(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, finder.Finder)])
     monkeypatch.setitem(sys.modules, "accelerate", json)
     with pytest.raises(
-        RuntimeError, match=re.escape(f"already been imported, from {json.__file__}. Call compat.install first")
+        RuntimeError, match=re.escape(f"already been imported, from {json.__file__}. Call compat.install before")
     ):
         compat.install("accelerate")
 

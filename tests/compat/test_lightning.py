@@ -756,7 +756,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         (["-m", "paceline.compat", "lightning", "-m"], "-m needs a module"),
         (
             ["-c", "import sys; sys.modules['lightning'] = sys; import paceline.compat as c; c.install('lightning')"],
-            "Call compat.install first",
+            "Call compat.install before",
         ),
     ):
         done = subprocess.run(

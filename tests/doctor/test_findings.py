@@ -176,7 +176,7 @@ def test_a_whole_step_is_compiled_on_one_device_only() -> None:
     assert finding is not None
     assert "compile='step'" not in finding.change
     assert "Trainer(compile=True)" in finding.change
-    assert "can get slower" in finding.change
+    assert "can become slower" in finding.change
 
 
 COMPILE = {"backend": "eager", "dynamic": False}
@@ -567,7 +567,7 @@ def both(exposed: float, computing: float) -> list[Facts]:
 def test_two_processes_for_a_model_that_is_too_small() -> None:
     (finding,) = findings.examine(both(exposed=0.02, computing=0.001))
     assert finding.key == "model_too_small"
-    assert "2 processes are slower than one" in finding.what
+    assert "2 processes are slower than a single one" in finding.what
     assert "Use Trainer(devices=1)" in finding.change
     assert "at least 10.5 times as fast" in finding.gain
 
@@ -586,7 +586,7 @@ def test_a_straggler_is_named_and_where_it_is_late() -> None:
     assert finding.what.startswith(
         "Rank 1 takes 28 ms longer for a step than the other ranks, and rank 0 waits 93 % of"
     )
-    assert finding.why == "It spends 28 ms more per step on forward."
+    assert finding.why == "Rank 1 spends 28 ms more per step on forward."
     assert not keys(report) & {"communication_bound", "model_too_small"}, report.text()
 
 
@@ -596,7 +596,7 @@ def test_a_straggler_that_is_late_in_a_hook_has_it_named() -> None:
     second.hooks = {"Mine.on_train_batch_end": 0.99}
     finding = process_findings.stragglers([first, second])
     assert finding is not None
-    assert finding.why == "It spends 10 ms more per step on callbacks and hooks: Mine.on_train_batch_end (25 %)."
+    assert finding.why == "Rank 1 spends 10 ms more per step on callbacks and hooks: Mine.on_train_batch_end (25 %)."
 
 
 def test_two_healthy_processes_are_no_finding() -> None:

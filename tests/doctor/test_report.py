@@ -112,7 +112,7 @@ def test_trying_compares_every_run_with_the_first_and_keeps_what_failed() -> Non
         "2 processes train on 1.00 times as many samples per second as one process, which is a scaling "
         "efficiency of 50 %." in report.text()
     )
-    assert "num_workers=2 (was 1) is best: 4.00 times as fast" in report.verdict()
+    assert "num_workers=2 (was 1) is best (4.00 times as fast)" in report.verdict()
     with pytest.raises(ValueError, match="'wrokers' is not a change"):
         names("compile,wrokers")
 
