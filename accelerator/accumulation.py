@@ -171,7 +171,7 @@ class GradientState:
     @property
     def weighs_itself(self) -> bool:
         """Whether the loop weights the loss, because it has gathered item counts or has fetched later batches."""
-        return self.by_hand and (self.counted is not None or not self.sync_gradients)
+        return self.counted is not None or (self.by_hand and not self.sync_gradients)
 
     @property
     def initialized(self) -> bool:
@@ -369,7 +369,8 @@ class Window:
             return
         self.settled.add(id(optimizer))
         strategy, inner, steps = optimizer.strategy, optimizer.optimizer, self.state.num_steps
-        if self.free and self.count < steps and not self.by_items and not self.state.by_hand:
+        weighted = self.by_items or self.state.by_hand or self.state.counted is not None
+        if self.free and self.count < steps and not weighted:
             messages.warn_once(
                 f"{type(inner).__name__} stepped after {self.count} micro-batch{'es' * (self.count > 1)} outside of "
                 f"`with accelerator.accumulate(model):`, but each loss was divided by gradient_accumulation_steps="

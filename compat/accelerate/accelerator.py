@@ -20,6 +20,7 @@ from .evaluation import note_items, once_per_sample
 from .gradient_state import newest_is
 from .loader_classes import prepared
 from .loaders import DataLoaderShard
+from .models import NoSync
 from .processes import tell_scale
 from .wrappers import prepared_optimizer, prepared_scheduler
 
@@ -92,6 +93,10 @@ class Accelerator(accelerator.Accelerator):
     def _mark_models(self) -> None:
         for model in self._models:
             vars(model)["_is_accelerate_prepared"] = True
+        for placement in self.prepared.trained:
+            module = placement.module
+            if placement.strategy.communicates_gradients and not hasattr(type(module), "no_sync"):
+                vars(module)["no_sync"] = NoSync(self, module)
         if self._deepspeed is not None:
             for placement in self.prepared.trained:
                 EngineMethods(self.prepared, placement.module).attach(placement.module)
@@ -147,6 +152,7 @@ class Accelerator(accelerator.Accelerator):
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors across processes, by default to their sum."""
         tell_scale("accelerator.reduce", scale)
+        note_items(self.gradient_state, tensor)
         return super().reduce(tensor, reduction)
 
     def backward(self, loss: Tensor, num_items: Any = None, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:

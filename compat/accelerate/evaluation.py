@@ -20,11 +20,11 @@ from ...strategies.base import Strategy
 from .loaders import DataLoaderShard
 
 
-def note_items(state: GradientState, gathered: Any) -> None:
-    """Store the number of items that a loop has gathered for the last batch of a pass."""
-    number = isinstance(gathered, Tensor) and gathered.dtype == torch.int64 and not gathered.dim()
+def note_items(state: GradientState, counted: Any) -> None:
+    """Store the item count that a loop gathers, or sums over processes, for the last batch of a pass."""
+    number = isinstance(counted, Tensor) and counted.dtype == torch.int64 and counted.numel() == 1
     if number and state.end_of_dataloader:
-        state.counted = state.active_dataloader, gathered
+        state.counted = state.active_dataloader, counted
 
 
 def once_per_sample(data: Any, loader: DataLoaderShard, state: GradientState, strategy: Strategy, split: bool) -> Any:

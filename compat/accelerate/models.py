@@ -7,7 +7,10 @@ them. To save shards, use ``accelerator.save_state()``.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,29 @@ from ...accelerator.optimizers import AcceleratedOptimizer
 from ...strategies.compile_networks import compile_one, compile_repeated
 from ...torch_private import compiler_of, is_compiled
 from .probes import is_peft_model
+
+
+class NoSync:
+    """The ``no_sync`` method of a prepared model whose gradients are averaged, as of a DistributedDataParallel.
+
+    Copies of the model are not prepared, so their method does nothing.
+
+    Args:
+        accelerator: the Accelerator that prepared the model.
+        model: the prepared model.
+    """
+
+    def __init__(self, accelerator: own.Accelerator, model: nn.Module) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._model = weakref.ref(model)
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Return a context manager that turns off gradient synchronization; see ``Accelerator.no_sync``."""
+        accelerator, model = self._accelerator(), self._model()
+        return nullcontext() if accelerator is None or model is None else accelerator.no_sync(model)
+
+    def __reduce__(self) -> Any:
+        return partial, (nullcontext,)
 
 
 def is_compiled_module(module: Any) -> bool:

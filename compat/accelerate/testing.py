@@ -265,14 +265,12 @@ class RegressionDataset(Dataset[Any]):
     """Points near the line ``y = a * x + b``."""
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
-        generator = torch.Generator()
-        if seed is not None:
-            generator.manual_seed(seed)
-        else:
-            generator.seed()
+        import numpy
+
+        generator = numpy.random.default_rng(seed)
         self.length = length
-        self.x = torch.randn(length, generator=generator).numpy()
-        self.y = a * self.x + b + 0.1 * torch.randn(length, generator=generator).numpy()
+        self.x = generator.normal(size=length).astype(numpy.float32)
+        self.y = a * self.x + b + generator.normal(scale=0.1, size=length).astype(numpy.float32)
 
     def __len__(self) -> int:
         return self.length

@@ -408,6 +408,7 @@ def test_output_and_errors_are_captured(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_small_problem_can_be_learned() -> None:
     data, model = testing.RegressionDataset(length=4, seed=1), testing.RegressionModel(2, 3)
     assert abs(data[0]["y"] - model(torch.tensor(data[0]["x"])).item()) < 1
+    assert testing.RegressionDataset(length=4, seed=3)[0] == pytest.approx({"x": 2.040919, "y": 7.036573})
     training, validation = testing.mocked_dataloaders(None, 2)
     assert (len(training), len(validation), sorted(next(iter(training)))[-1]) == (4, 2, "labels")
 

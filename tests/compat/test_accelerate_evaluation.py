@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -101,9 +104,23 @@ def test_a_loss_gathered_once_per_sample_is_that_of_one_process() -> None:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def trained(samples: int, size: int, steps: int, by_tokens: bool) -> list[float]:
-    """The weight after each update of a loop that fetches a window's batches before it runs them."""
-    accelerator = Accelerator(cpu=True)
+#: How a loop adds a process's number of tokens to those of the others.
+COUNTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "gather": lambda accelerator, own: accelerator.gather(own).sum(),
+    "gather rows": lambda accelerator, own: accelerator.gather(own.reshape(1)).sum(),
+    "reduce": lambda accelerator, own: accelerator.reduce(own, "sum"),
+}
+
+
+def trained(samples: int, size: int, steps: int, count: str | None, sets_sync: bool = True) -> list[float]:
+    """The weight after each update of a loop that fetches a window's batches before it runs them.
+
+    Args:
+        count: one of ``COUNTS``; None if the loop does not count tokens.
+        sets_sync: whether the loop sets ``sync_gradients``, as transformers' does. If False, it is the one in
+            Accelerate's guide to accumulation with samples of different sizes.
+    """
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if sets_sync else steps)
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     model, optimizer, loader = accelerator.prepare(
@@ -114,12 +131,19 @@ def trained(samples: int, size: int, steps: int, by_tokens: bool) -> list[float]
     fetched, found = iter(loader), []
     for start in range(0, len(loader), steps):
         window = [next(fetched) for _ in range(min(steps, len(loader) - start))]
-        items = accelerator.gather(sum(TOKENS[batch].sum() for batch in window)).sum() if by_tokens else 0
+        own = torch.stack([TOKENS[batch].sum() for batch in window]).sum()
+        items = COUNTS[count](accelerator, own) if count else None
         for number, batch in enumerate(window, 1):
-            accelerator.gradient_state._set_sync_gradients(number == len(window))
-            sums = model(SUMS[batch].unsqueeze(1)).squeeze(1)
-            loss = sums.sum() / items * accelerator.num_processes if by_tokens else sums.mean() / len(window)
-            accelerator.backward(loss)
+            last, waits = number == len(window), contextlib.nullcontext
+            if sets_sync:
+                accelerator.gradient_state._set_sync_gradients(last)
+            elif accelerator.num_processes > 1 and not last:
+                waits = model.no_sync
+            with waits():
+                sums = model(SUMS[batch].unsqueeze(1)).squeeze(1)
+                whole = sums.mean() / len(window)
+                loss = whole if items is None else sums.sum() / items * accelerator.num_processes
+                accelerator.backward(loss * accelerator.gradient_accumulation_steps)
         optimizer.step()
         optimizer.zero_grad()
         found.append(model.weight.item())
@@ -128,7 +152,30 @@ def trained(samples: int, size: int, steps: int, by_tokens: bool) -> list[float]
 
 def test_a_loop_that_fetches_whole_windows_has_the_updates_of_one_process() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    for by_tokens in (True, False):
-        alone = trained(13, 8, 2, by_tokens)
-        for found in ranks(2, trained, 13, 4, 2, by_tokens):
-            assert found == pytest.approx(alone, rel=1e-12), by_tokens
+    for count in ("gather", None):
+        alone = trained(13, 8, 2, count)
+        for found in ranks(2, trained, 13, 4, 2, count):
+            assert found == pytest.approx(alone, rel=1e-12), count
+
+
+def test_a_loop_that_counts_the_items_of_a_window_has_the_updates_of_one_process() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for count in COUNTS:
+        alone = trained(13, 8, 2, count, sets_sync=False)
+        for found in ranks(2, trained, 13, 4, 2, count, False):
+            assert found == pytest.approx(alone, rel=1e-12), count
+
+
+def gradient_without_sync() -> tuple[float, list[Any]]:
+    """This process's gradient of its own number, and what ``no_sync`` of two copies of the model returns."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    with model.no_sync():
+        accelerator.backward(model(torch.full((1, 1), float(accelerator.process_index))).sum())
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    return model.weight.grad.item(), [type(one.no_sync()) for one in copies]
+
+
+def test_a_model_of_several_processes_has_no_sync_and_its_copies_ignore_it() -> None:
+    ignored = [contextlib.nullcontext] * 2
+    assert ranks(2, gradient_without_sync) == [(0.0, ignored), (1.0, ignored)]
