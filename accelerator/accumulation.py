@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import messages
 from ..strategies.item_weighting import ItemWindow, weighed
+from ..strategies.precision.base import gradients
 from ..torch_private import local_part
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ class Window:
         scales = scaler is not None and scaler.is_enabled() and not state.runs_own_backward
         if state.by_hand or not (counts or scales) or any(window.count for window in state.windows.values()):
             return
-        found = [parameter.grad for parameter in optimizer._own_parameters if parameter.grad is not None]
+        found = gradients(optimizer.optimizer)
         if not any(gradient.is_sparse or bool(local_part(gradient).any()) for gradient in found):
             return
         name = f"{type(optimizer.optimizer).__name__}.step()"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from ..strategies.base import Strategy
@@ -41,6 +40,7 @@ class AcceleratedOptimizer(Optimizer):
         strategies: IDs of the models' strategies.
         updates: number of complete windows for which ``step()`` was called.
         scales: whether the gradients are multiplied by the fp16 loss scale.
+        step_was_skipped: whether the last step was skipped because fp16 gradients overflowed.
     """
 
     _is_accelerate_prepared = True
@@ -58,7 +58,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer = optimizer
         self.strategy = strategy
         self._state_of_gradients = state
-        self._is_overflow = self._steps = False
+        self.step_was_skipped = self._steps = False
         self._clip_norm = clip_norm
         self.updates = 0
         self.belongs_to(placements)
@@ -82,11 +82,6 @@ class AcceleratedOptimizer(Optimizer):
         """Set the observers that time the steps."""
         time_methods(self, {"step": "optimizer", "zero_grad": "optimizer"}, observers)
 
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because fp16 gradients overflowed."""
-        return self._is_overflow
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step if the accumulation window is complete; otherwise do nothing.
 
@@ -106,15 +101,15 @@ class AcceleratedOptimizer(Optimizer):
         if closure is None and (self.scales or window.by_items or window.local or window.count != state.num_steps):
             window.settle(self)  # otherwise the gradients are already final
         if closure is None and self._clip_norm is not None:
-            self.strategy.clip_by_norm(self._own_parameters, self._clip_norm)
+            self.strategy.clip_by_norm(parameters(self.optimizer), self._clip_norm)
         self._steps = True
         try:
             if self._plain and closure is None:
                 self.optimizer.step()
             elif closure is None:
-                self._is_overflow = not self.strategy.optimizer_step(self.optimizer)
+                self.step_was_skipped = not self.strategy.optimizer_step(self.optimizer)
             else:
-                loss, self._is_overflow = self._step_with(closure)
+                loss, self.step_was_skipped = self._step_with(closure)
         except RuntimeError as error:
             better = self.explain(error)
             if better is None:
@@ -124,11 +119,6 @@ class AcceleratedOptimizer(Optimizer):
             self._steps = False
         window.stepped.add(id(self))
         return loss
-
-    @property
-    def _own_parameters(self) -> list[nn.Parameter]:
-        """The parameters of all groups."""
-        return parameters(self.optimizer)
 
     def refuse_others(self, why: str) -> None:
         """Make stepping the user's optimizer directly raise an error; ``why`` explains what would go wrong."""
@@ -209,10 +199,10 @@ class AcceleratedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.optimizer).__name__}")
         window = self._state_of_gradients.window
-        parameters = () if self.placements else self._own_parameters  # models pickle their own gradients
+        own = () if self.placements else parameters(self.optimizer)  # models pickle their own gradients
         return {
             "own": {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED},
-            "gradients": [(parameter, parameter.grad) for parameter in parameters],
+            "gradients": [(parameter, parameter.grad) for parameter in own],
             "settled": id(self) in window.settled,
             "stepped": id(self) in window.stepped,
         }

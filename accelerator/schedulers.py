@@ -53,7 +53,7 @@ class AcceleratedScheduler:
             if not state.sync_gradients and not after_pass:
                 return
             for optimizer in self.optimizers:
-                if optimizer._is_overflow:
+                if optimizer.step_was_skipped:
                     return
         if told:
             self.scheduler.step(*args, **kwargs)
