@@ -107,6 +107,7 @@ trainer.fit(Net(), DataLoader(torch.ones(4, 4)))
 assert set(trainer.logged_metrics) == {"loss"}, trainer.logged_metrics
 assert isinstance(trainer.logged_metrics["loss"], torch.Tensor)
 assert os.listdir() == ["lightning_logs"], os.listdir()
+assert trainer.lightning_module.fabric is None
 assert (trainer.state.fn, trainer.state.status) == (None, "finished"), trainer.state
 assert repr(trainer.lightning_module.optimizers()).startswith("LightningSGD (")
 assert trainer.state != pl.trainer.states.TrainerState() == pl.Trainer().state
