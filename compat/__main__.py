@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from types import ModuleType
 
 from . import PACKAGES, install
 
@@ -28,7 +29,8 @@ def main(arguments: list[str]) -> None:
     elif program == "-c":
         sys.argv[:] = ["-c", *rest[1:]]
         sys.path[0] = ""
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        sys.modules["__main__"] = ModuleType("__main__")  # where pickle looks for the classes of the code
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
         sys.argv[:] = [program, *rest]
         sys.path[0] = os.path.dirname(os.path.abspath(program))

@@ -110,6 +110,9 @@ class Strategy(Placement, Communication, State):
         """Return a clearer error if ``error`` is caused by how this strategy works; None otherwise."""
         return None
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Called if an exception ends a run, after the hooks of this name and before :meth:`teardown`."""
+
     def teardown(self) -> None:
         """Release the strategy's resources. Called once per run, even after an error."""
 

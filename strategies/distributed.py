@@ -335,6 +335,8 @@ class DistributedStrategy(Strategy):
         self._abandoned = False
         sync_batch_norm.release(self._synchronized)
         self._synchronized = []
+        if self._environment is not None:
+            self._environment.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_host": None, "_watch": None, "_beside": None, "progress": str}

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 Bound = Callable[..., Any]
+#: Hooks whose last argument is the stage, passed by keyword if the hook accepts it.
+_WITH_STAGE = ("setup", "teardown")
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
@@ -47,7 +49,7 @@ class HookTable:
         self.on_train_epoch_end: tuple[Bound, ...] = ()
         bind = partial(_bind, trainer.profiler.around)
         for name in HOOKS:
-            owners = [*data, *theirs, *own] if name in ("setup", "teardown", "on_exception") else [*theirs, *own]
+            owners = [*data, *theirs, *own] if name in (*_WITH_STAGE, "on_exception") else [*theirs, *own]
             setattr(self, name, tuple(bind(owners, name)))
         savers = [owner for owner in theirs if owner[0].runs_last]
         others = [owner for owner in theirs if not owner[0].runs_last]
@@ -74,7 +76,7 @@ def _bind(
         if method is not None:
             who = owner.state_key if base is Callback else type(owner).__name__
             called = partial(method, *given) if given else method
-            if name in ("setup", "teardown") and takes(called, stage=""):
+            if name in _WITH_STAGE and takes(called, stage=""):
                 called = _with_stage(called)
             yield around(f"[{base.__name__}]{who}.{name}", called)
 
@@ -144,6 +146,8 @@ def check_signature(owner: Any, name: str, method: Bound, several: bool | None =
     try:
         signature.bind(*wanted)
     except TypeError as error:
+        if name in _WITH_STAGE and takes(method, *wanted[:-1], stage=""):
+            return
         if not several and "dataloader_idx" in signature.parameters and takes(method, *wanted, "dataloader_idx"):
             if several is None:
                 return

@@ -218,8 +218,8 @@ class Run:
             self.strategy.abandon(error)  # from here on, this process does not wait for the others
         profiler = self.trainer.profiler
         _run_all([profiler.interrupted, self.metrics.drain, partial(self.saver.wait, together=False)])
-        if self.hooks is not None:
-            _run_all([lambda hook=hook: hook(error) for hook in self.hooks.on_exception])
+        hooks = () if self.hooks is None else self.hooks.on_exception
+        _run_all([partial(hook, error) for hook in (*hooks, self.strategy.on_exception)])
 
     def teardown(self, fn: str, failed: bool) -> None:
         """Tear down the run: hooks, loggers, profiler, locks, loaders and strategy."""

@@ -429,10 +429,9 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
         messages.info(f"{request.fn}() {uses} {messages.path(path)}")
     if manifest.is_folder(path):
         checkpoint = read(path, strategy=run.strategy, trusted=request.weights_only is False)
-    elif request.weights_only is None:
-        checkpoint = run.trainer.checkpoint_io.load_checkpoint(path)
     else:
-        checkpoint = run.trainer.checkpoint_io.load_checkpoint(path, weights_only=request.weights_only)
+        given = {} if request.weights_only is None else {"weights_only": request.weights_only}
+        checkpoint = run.trainer.checkpoint_io.load_checkpoint(str(path), **given)
     apart = objects.names(objects.types(checkpoint)) if request.weights_only is not False else []
     if apart:
         messages.info(

@@ -270,6 +270,7 @@ def _replace_methods() -> None:
         (Trainer, "_place"): place,
         (Run, "send_metrics"): _then_saving(Run.send_metrics),
     }
+    setattr(ModuleHooks, "fabric", None)  # noqa: B010 - Fabric.setup sets it on instances
     replacements[Trainer, "__init__"] = speak_again(Trainer.__init__)
     for name in ("fit", "validate", "test", "predict"):
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))

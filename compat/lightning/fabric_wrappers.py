@@ -237,7 +237,7 @@ def attach_to_fabric(fabric: Fabric, module: nn.Module, optimizers: list[Any]) -
     trainer, store = FabricTrainer(fabric, optimizers), _Store(fabric)
     for one in module.modules():
         if isinstance(one, TrainingModule):
-            vars(one).update(_trainer=trainer, _metric_store=store, _fabric=fabric)
+            vars(one).update(_trainer=trainer, _metric_store=store, fabric=fabric)
 
 
 def takes_fabric(function: Callable[..., Any]) -> bool:

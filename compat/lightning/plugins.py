@@ -90,9 +90,6 @@ class StrategyNames(Strategy):
         """Return True if the decision is True on all processes or, if ``all`` is False, on any process."""
         return self.agree(decision, all)
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Do nothing after an error."""
-
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device."""
         return move(batch, self.device if device is None else device)

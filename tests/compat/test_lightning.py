@@ -107,6 +107,7 @@ trainer.fit(Net(), DataLoader(torch.ones(4, 4)))
 assert set(trainer.logged_metrics) == {"loss"}, trainer.logged_metrics
 assert isinstance(trainer.logged_metrics["loss"], torch.Tensor)
 assert os.listdir() == ["lightning_logs"], os.listdir()
+assert trainer.lightning_module.fabric is None
 assert (trainer.state.fn, trainer.state.status) == (None, "finished"), trainer.state
 assert repr(trainer.lightning_module.optimizers()).startswith("LightningSGD (")
 assert trainer.state != pl.trainer.states.TrainerState() == pl.Trainer().state
@@ -733,7 +734,10 @@ def test_a_program_and_the_processes_that_it_starts_find_it(start: list[str], tm
 
 
 def test_code_can_be_run_too(tmp_path: Path) -> None:
-    code = "import sys, lightning; print(sys.argv, lightning.__version__)"
+    code = (
+        "import pickle, sys, lightning\nclass Own: pass\n"
+        "assert type(pickle.loads(pickle.dumps(Own()))) is Own\nprint(sys.argv, lightning.__version__)"
+    )
     told = run("-m", "paceline.compat", "lightning", "-c", code, "x", folder=tmp_path)
     assert told == f"['-c', 'x'] {names.VERSION}\n"
 

@@ -235,6 +235,12 @@ def test_a_subclass_runs_and_callbacks_are_called() -> None:
     assert Fabric(accelerator="cpu").launch(lambda fabric, x: x + fabric.world_size, 2) == 3
 
 
+def test_a_module_knows_the_fabric_that_set_it_up() -> None:
+    fabric, module = Fabric(accelerator="cpu", devices=1), Net()
+    fabric.setup(nn.Sequential(module))
+    assert module.fabric is fabric
+
+
 def test_what_is_wrong_says_what_to_do(tmp_path: Path) -> None:
     two = Fabric(accelerator="cpu", devices=2)
     with pytest.raises(RuntimeError, match=r"runs on 2 processes.*Call fabric.launch"):

@@ -51,7 +51,7 @@ class Mine(ClusterEnvironment):
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank, self.size, self.port = rank, size, port
-        self.torn_down = False
+        self.torn_down = 0
 
     creates_processes_externally = True  # type: ignore[assignment]
     main_address = "127.0.0.1"  # type: ignore[assignment]
@@ -72,11 +72,15 @@ class Mine(ClusterEnvironment):
     def node_rank(self) -> int:
         return 0
 
+    def teardown(self) -> None:
+        self.torn_down += 1
 
-def fit_as(rank: int, port: int) -> tuple[int, int, str]:
-    trainer = Trainer(**QUIET, strategy="ddp", devices=2, plugins=[Mine(rank, 2, port)])
+
+def fit_as(rank: int, port: int) -> tuple[int, int, str, int]:
+    mine = Mine(rank, 2, port)
+    trainer = Trainer(**QUIET, strategy="ddp", devices=2, plugins=[mine])
     trainer.fit(TinyModule(), tiny_loader())
-    return trainer.global_rank, trainer.world_size, type(trainer.strategy.cluster_environment).__name__
+    return trainer.global_rank, trainer.world_size, type(trainer.strategy.cluster_environment).__name__, mine.torn_down
 
 
 def _on_rank(port: int) -> Any:
@@ -87,6 +91,6 @@ def _on_rank(port: int) -> Any:
     return fit_as(rank, port)
 
 
-def test_a_users_environment_says_who_is_who() -> None:
+def test_a_users_environment_says_who_is_who_and_is_torn_down() -> None:
     with own_port() as port:
-        assert ranks(2, _on_rank, port) == [(0, 2, "Mine"), (1, 2, "Mine")]
+        assert ranks(2, _on_rank, port) == [(0, 2, "Mine", 1), (1, 2, "Mine", 1)]

@@ -105,6 +105,30 @@ def test_a_strategy_is_torn_down_once_after_an_error(where: str) -> None:
     assert calls[-1] == "teardown"
 
 
+def test_a_strategy_is_told_of_an_exception_after_the_hooks() -> None:
+    calls: list[Any] = []
+
+    class Told(SingleDevice):
+        def on_exception(self, exception: BaseException) -> None:
+            calls.append(exception)
+
+        def teardown(self) -> None:
+            calls.append("teardown")
+            super().teardown()
+
+    class Fails(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise error
+
+        def on_exception(self, exception: BaseException) -> None:
+            calls.append("hook")
+
+    error = KeyError("here")
+    with pytest.raises(KeyError):
+        Trainer(**QUIET, max_epochs=1, strategy=Told()).fit(Fails(), tiny_loader())
+    assert calls == ["hook", error, "teardown"]
+
+
 def test_a_wrapper_routes_the_step_through_itself() -> None:
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:

@@ -220,6 +220,29 @@ def test_the_stage_is_passed_by_keyword_if_a_hook_has_the_name_and_a_wrapped_def
     assert overridden(data, "on_after_batch_transfer", DataModule) is not None
 
 
+def test_a_hook_may_take_the_stage_by_keyword_only(trainer: Trainer) -> None:
+    got: list[Any] = []
+
+    class AnyKeywords(Callback):
+        def setup(self, trainer: Any, pl_module: Any, **kwargs: Any) -> None:
+            got.append(kwargs)
+
+    class KeywordOnly(TinyModule):
+        def teardown(self, *, stage: str) -> None:
+            got.append(stage)
+
+    class Data(DataModule):
+        def setup(self, **kwargs: Any) -> None:
+            got.append(kwargs)
+
+    data = Data()
+    data.train_dataloader = tiny_loader
+    trainer.callbacks.append(AnyKeywords())
+    trainer.limit_train_batches, trainer.max_epochs = 1, 1
+    trainer.fit(KeywordOnly(), datamodule=data)
+    assert got == [{"stage": "fit"}, {"stage": "fit"}, "fit"]
+
+
 def test_module_and_data_each_say_whether_every_node_prepares(trainer: Trainer) -> None:
     got: list[str] = []
 

@@ -24,6 +24,7 @@ class InTwoFiles(CheckpointIO):
 
     def __init__(self) -> None:
         self.options: list[Any] = []
+        self.paths: list[Any] = []
         self.removed: list[str] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -32,6 +33,7 @@ class InTwoFiles(CheckpointIO):
         Path(f"{path}.json").write_text(json.dumps({"step": checkpoint["global_step"]}))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        self.paths.append(path)
         assert json.loads(Path(f"{path}.json").read_text())["step"] > 0
         return torch.load(path, map_location=map_location, weights_only=True)
 
@@ -62,6 +64,7 @@ def test_checkpoints_go_through_a_users_own_and_a_fit_resumes_from_them(quiet: d
     assert mine.options[-1] == {"a": 1}
     fitted(quiet, tmp_path / "cut", mine, epochs=1)
     again = fitted(quiet, tmp_path / "cut", mine, ckpt_path=tmp_path / "cut" / "epoch=0.ckpt")
+    assert mine.paths == [str(tmp_path / "cut" / "epoch=0.ckpt")]
     torch.testing.assert_close(weights(again), weights(whole), rtol=0, atol=0)
 
 
