@@ -191,7 +191,7 @@ def _wanted_dtype(name: str, tensor: Tensor, config: BnbQuantizationConfig) -> t
 
 
 def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: Mapping[str, Any]) -> None:
-    """Load the weights, and quantize those of quantized layers on the layers' devices.
+    """Load the weights, quantizing each quantized layer's weights on the layer's device.
 
     All other weights stay mapped from the file until :func:`dispatch_model` moves them.
     """

@@ -209,7 +209,7 @@ def get_balanced_memory(
 
 
 def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the parts that are each moved as a unit, with names: blocks, and layers and tensors outside blocks."""
+    """Return the named parts that each move as a unit: blocks, and the layers and tensors outside of blocks."""
     return [(item.name, item.module) for item in _smallest(_Item("", model), _atoms(model, no_split_module_classes))]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 AverageOne = Callable[[Tensor, Tensor, int], Tensor]
-"""``avg_fn(average, current, n_averaged)`` returns the new average of one tensor; all three have the same shape."""
+"""``avg_fn(average, current, n_averaged)`` returns the new average of one tensor, in the shape of ``average``."""
 AverageMany = Callable[[list[Tensor], list[Tensor], int], None]
 """``multi_avg_fn(averages, currents, n_averaged)`` updates a list of averages in place."""
 

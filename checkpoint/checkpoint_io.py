@@ -37,7 +37,7 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, on every rank.
+        """Read a checkpoint. Every rank calls this.
 
         Args:
             path: path of the file.

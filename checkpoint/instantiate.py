@@ -106,7 +106,7 @@ def importing_nothing(hyperparameters: Mapping[str, Any]) -> Iterator[None]:
 def _not_imported(name: str) -> ValueError:
     return ValueError(
         f"The hyperparameters mention {name!r}, which has not been imported. Loading a file never imports code, so "
-        "import it before you load the file, or name the class on the command line too."
+        f"import {name!r} before you load the file, or also name the class on the command line."
     )
 
 

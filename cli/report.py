@@ -14,8 +14,8 @@ from ..report.history import History
 Parts = list[tuple[str, list[Any]]]
 
 _EPILOG = """\
-A run has a record if it used Trainer(callbacks=[RunReport()]). The page is created from the record, even
-while the run continues or after the run was killed.
+A run has a record if it used Trainer(callbacks=[RunReport()]). The page is created from the record, so this
+also works while the run continues, and after it was killed.
 """
 
 

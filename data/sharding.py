@@ -323,7 +323,7 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
 
 
 def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[RoundShare]:
-    """Yield this rank's parts of the items of ``source``, which draws from private RNG states if a seed is given.
+    """Yield this rank's part of each item of ``source``. With a seed, ``source`` draws from private RNG states.
 
     The first ``start`` items, which must be full rounds, are skipped.
     """

@@ -78,7 +78,7 @@ class TensorBoardLogger(FolderLogger):
         comment = kwargs.get("comment", "")
         if comment:
             messages.warn_once(
-                f"TensorBoardLogger(comment={comment!r}) has no effect, because name and version choose the folder. "
+                f"TensorBoardLogger(comment={comment!r}) has no effect, because name and version determine the folder. "
                 "Pass version='my_run' to choose the folder's name."
             )
         self._options = {

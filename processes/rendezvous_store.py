@@ -1,4 +1,4 @@
-"""The store through which the processes of one launch attempt find each other, free of an earlier attempt's data.
+"""The store through which the processes of one launch attempt find each other, without data of an earlier attempt.
 
 When torchrun restarts the processes after a failure, its agent keeps the store, including the addresses that the dead
 processes wrote. A rank that starts early would read these addresses and try to connect to a dead process. No variable

@@ -57,7 +57,7 @@ class EvalLoop:
     def evaluate(self, zero_grad: bool = False) -> list[dict[str, float]]:
         """Run the stage once; return a dict of logged epoch values for each loader (empty for predict).
 
-        ``zero_grad``: whether to let the module free its gradients before a validation.
+        ``zero_grad``: whether to let the module free its gradients before validation.
         """
         run = self.run
         if run.source.limit(self.kind) == 0:

@@ -82,7 +82,7 @@ def _refuse_other_parts(model: nn.Module, split_points: Sequence[str], world: in
 
 
 def _forward(schedule: Any, size: int, gather_output: bool) -> Callable[..., Any]:
-    """Return the forward method of a model whose pipeline processes ``size`` rows at a time."""
+    """Return a forward method that runs the model's pipeline on ``size`` rows at a time."""
     state = PartialState()
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ class DataLoaderShard(PreparedLoader):
                 self._tell_differences()
 
     def _tell_differences(self) -> None:
-        """Report how this training pass or the next one differs from the same pass with Accelerate."""
+        """Report how this training pass, or the next one, differs from what Accelerate would do."""
         state, world = self.gradient_state, self.strategy.num_data_ranks
         window, steps = state.window, state.num_steps
         if window.complete and not window.free and 0 < window.count < steps:

@@ -243,7 +243,10 @@ class DataConnector(View):
     """View of ``trainer._data_connector``."""
 
     place = "trainer._data_connector"
-    instead = "Pass loaders or a DataModule to trainer.fit, validate, test or predict; read trainer.datamodule."
+    instead = (
+        "Pass loaders or a DataModule to trainer.fit, validate, test or predict. To get the DataModule, read "
+        "trainer.datamodule."
+    )
     reads: ClassVar[Mapping[str, Read]] = {}
 
 

@@ -26,7 +26,7 @@ _CAPABILITY = (8, 9)
 class Float8Precision(MixedPrecision):
     """The precision ``"fp8-mixed"``: ``"bf16-mixed"`` with 8-bit matrix products in linear layers.
 
-    When the run starts, torchao's ``Float8Linear`` layers replace ``nn.Linear`` layers of the module, and stay in it.
+    When the run starts, the module's ``nn.Linear`` layers are replaced with torchao's ``Float8Linear`` for good.
     Weights stay float32 parameters with the same names, so checkpoints do not change. Each tensor is scaled to the
     range of its 8-bit dtype right before it is multiplied (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
     FSDP gathers the converted weights in 8 bits, unless ``recipe`` scales by rows.
@@ -38,7 +38,7 @@ class Float8Precision(MixedPrecision):
         recipe: how tensors are scaled: ``"tensorwise"`` (one scale for each tensor, fastest), ``"rowwise"`` (one for
             each row, more accurate), or ``"rowwise_with_gw_hp"`` (the same, with weight gradients in 16 bits).
         config: a ``torchao.float8.Float8LinearConfig``, instead of ``recipe``.
-        filter: a function that gets a linear layer and its name, and returns True if the layer should be converted. If
+        filter: a function that takes a linear layer and its name, and returns True if the layer should be converted. If
             None, every layer whose sizes are multiples of 16 is converted, except the module's first and last linear
             layers.
         device: the same as for :class:`MixedPrecision`.
