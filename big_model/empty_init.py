@@ -17,7 +17,9 @@ from ..torch_private import own_buffers, own_parameters
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Context manager in which new parameters are on the meta device; creating them takes no memory or time.
+    """Context manager in which new parameters move to the meta device, so that only their shapes and types remain.
+
+    A parameter has memory only until its module registers it, and no time is spent on its initial values.
 
     Args:
         include_buffers: whether to create buffers on the meta device too; None uses the environment variable
@@ -25,7 +27,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 
     Example:
         >>> with init_empty_weights():
-        ...     model = nn.Linear(1_000_000, 1_000_000)
+        ...     model = nn.Linear(10_000, 10_000)
         >>> model.weight.is_meta
         True
     """

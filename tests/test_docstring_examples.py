@@ -43,8 +43,6 @@ def examples() -> dict[str, tuple[str, str]]:
 
 
 EXAMPLES = examples()
-#: Examples that ask for more memory than the machines of the tests have.
-TOO_LARGE = {"big_model.empty_init.init_empty_weights"}
 
 
 def silent(**arguments: Any) -> Trainer:
@@ -95,7 +93,7 @@ def is_expression(source: str) -> bool:
     return isinstance(ast.parse(source).body[0], ast.Expr)
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in TOO_LARGE])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_of_a_docstring_runs_and_prints_what_it_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
