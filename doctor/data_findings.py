@@ -67,8 +67,8 @@ def data_bound(case: Case) -> Finding | None:
     return Finding(
         "data_bound",
         f"Waiting for data takes {percent(share)} of each step{where} ({duration(share * facts.step)}).",
-        f"Loading a batch takes about {duration(fetch)} and the rest of the step {duration(rest)}. That would need "
-        f"{wanted} workers; {_cores(cores)}.",
+        f"Loading a batch takes about {duration(fetch)} and the rest of the step {duration(rest)}. To keep up, "
+        f"with a tenth to spare, takes {wanted} workers; {_cores(cores)}.",
         change,
         (f"{facts.step / max(rest, fetch / cores):.1f} times as fast with the workers alone. " if more else "")
         + faster(share, "the wait"),
