@@ -26,6 +26,7 @@ import paceline
 from paceline.callbacks.base import HOOKS
 from paceline.cli.main import COMMANDS
 from paceline.settings import SETTINGS
+from paceline.trainer.hook_names import DATA_METHODS, MODULE_METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 versions = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "site" / "versions.py")))
@@ -107,7 +108,11 @@ def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path
     assert not promised - described["py"]
     assert not {one.variable for one in SETTINGS.values()} - described["std:envvar"]
     hooks = (site / "reference" / "hooks.html").read_text()
-    assert not [name for name in HOOKS if f'id="{name.replace("_", "-")}"' not in hooks]
+    entries = dict(zip(*[iter(re.split(r'<section id="([a-z-]+)">\n<h3>', hooks)[1:])] * 2, strict=True))
+    names = {name.replace("_", "-") for name in (*HOOKS, *MODULE_METHODS, *DATA_METHODS)}
+    assert set(entries) == names
+    facts = ("When", "Ranks", "May", "Must not")
+    assert not [name for name, entry in entries.items() if not all(f"<dt>{fact}<" in entry for fact in facts)]
     commands = (site / "reference" / "commands.html").read_text()
     assert not [name for name in COMMANDS if f"<h2>paceline {name}<" not in commands]
     assert "{no|fp16|bf16|fp8}" in commands
@@ -163,10 +168,10 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def opened(address: str, folder: Path) -> str:
+def opened(address: str, folder: Path, size: str = "1400,1000") -> str:
     """What a browser makes of a page; it complains about nothing."""
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    command += ["--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom", address]
+    command += ["--virtual-time-budget=5000", "--enable-logging=stderr", f"--window-size={size}", "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     said = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line and '"[PST]' not in line]
     assert not said, f"{address}: {said}"
@@ -184,6 +189,21 @@ def test_a_browser_shows_pages_and_finds_words_without_a_server(site: Path, tmp_
         seen = opened(f"{site.as_uri()}/{page}", tmp_path)
         assert words in seen, page
     assert 'class="search"><li' in seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_start_page_shows_in_one_screen_what_paceline_is(site: Path, tmp_path: Path) -> None:
+    measure = """<script>addEventListener("load", () => {
+        const bottom = (part) => document.querySelector(part).getBoundingClientRect().bottom;
+        const parts = [".highlight-python", ".sd-tab-set", ".picture.only-light", ".start table"];
+        document.body.append("BOTTOMS" + JSON.stringify(parts.map(bottom)) + "END");
+    });</script></body>"""
+    text = (site / "index.html").read_text(encoding="utf-8").replace("</body>", measure)
+    page = tmp_path / "measured.html"
+    page.write_text(text.replace("<head>", f'<head><base href="{site.as_uri()}/">'), encoding="utf-8")
+    seen = re.search(r"BOTTOMS(.*)END</body>", opened(page.as_uri(), tmp_path, "1400,1000"))
+    assert seen
+    assert all(0 < bottom < 1000 for bottom in json.loads(seen[1])), seen[1]
 
 
 #: A small page with the two lists of versions that every page has. "?choose=1.0" chooses from it, as a reader would.

@@ -7,7 +7,7 @@ import re
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from rst import block, heading, literal, plain, table
 
@@ -36,6 +36,71 @@ def hooks() -> str:
     )
 
 
+class Rights(NamedTuple):
+    """What an entry says where the docstring of a hook or method says nothing."""
+
+    ranks: str = "every rank"
+    may: str = "read everything, stop the run"
+    must_not: str = "call a collective on only some ranks"
+
+
+_OWN_BATCHES = "every rank, each with its own batches; ranks that split a model share theirs"
+_EVALUATES = Rights(
+    f"{_OWN_BATCHES}; gradients are off",
+    "log, and return anything for the hooks that get ``outputs``",
+    "step an optimizer, or call a collective on only some ranks",
+)
+_LOADS = Rights(
+    may="return a DataLoader, any iterable of batches, or a collection of these",
+    must_not="download or write files (``prepare_data`` does that once), or split the data over the ranks (the run "
+    "does that)",
+)
+#: Methods that a module or DataModule overrides.
+METHODS = {
+    "configure_model": Rights(may="create layers directly on the device, and shard them"),
+    "configure_callbacks": Rights(
+        may="return a callback or a list of callbacks", must_not="return different callbacks on different ranks"
+    ),
+    "configure_optimizers": Rights(
+        may="return optimizers with or without schedulers, or None to train nothing",
+        must_not="return different optimizers on different ranks",
+    ),
+    "configure_gradient_clipping": Rights(
+        "every rank; gradients are complete, averaged over the ranks and unscaled. With a sharded model, each rank has "
+        "its own shard",
+        "call ``self.clip_gradients``, or change gradients itself",
+        "scale a shard's gradients by its own norm: ``clip_gradients`` takes the norm over all shards",
+    ),
+    "training_step": Rights(
+        _OWN_BATCHES,
+        "log, and return the loss, a dict with the loss, or None to skip the batch",
+        "call backward or step an optimizer, unless ``automatic_optimization`` is False",
+    ),
+    "validation_step": _EVALUATES,
+    "test_step": _EVALUATES,
+    "predict_step": Rights(_EVALUATES.ranks, "return anything: it becomes the batch's prediction", "log"),
+    "backward": Rights(
+        may="call ``loss.backward`` with other arguments", must_not="clear gradients or step an optimizer"
+    ),
+    "optimizer_step": Rights(may="skip the step, if the closure has run", must_not="skip the step on only some ranks"),
+    "optimizer_zero_grad": Rights(
+        may="clear the gradients in another way", must_not="keep gradients for the next step"
+    ),
+    "lr_scheduler_step": Rights(
+        may="call ``scheduler.step`` in another way", must_not="step it on only some ranks, or more often on some"
+    ),
+    "train_dataloader": _LOADS,
+    "val_dataloader": _LOADS,
+    "test_dataloader": _LOADS,
+    "predict_dataloader": _LOADS,
+    "transfer_batch_to_device": Rights(
+        "every rank, for its own batches", "move batches of any type", "leave tensors that a step uses on the host"
+    ),
+    "state_dict": Rights(may="return plain data and tensors"),
+    "load_state_dict": Rights(may="read the state and set attributes"),
+}
+
+
 def hook(name: str, owners: dict[str, type]) -> str:
     """Return a hook's entry, from its docstrings."""
     having = {who: found for who, kind in owners.items() if (found := getattr(kind, name, None)) and found.__doc__}
@@ -46,16 +111,13 @@ def hook(name: str, owners: dict[str, type]) -> str:
     facts: dict[str, list[str]] = {"When": [], "Ranks": [], "May": [], "Must not": []}
     for clause in clauses(inspect.getdoc(next(iter(having.values()))) or ""):
         facts[topic(clause)].append(clause)
-    defaults = {
-        "Ranks": "every rank",
-        "May": "read everything, stop the run",
-        "Must not": "call a collective on only some ranks",
-    }
+    rights = METHODS.get(name, Rights())
+    defaults = {"Ranks": rights.ranks, "May": rights.may, "Must not": rights.must_not}
     for fact, found in facts.items():
         if found:
             said = [re.sub(r"^(?:The hook )?(?:may|must not) ", "", one, flags=re.I) for one in found]
             text += f":{fact}: {' '.join(said)}\n"
-        elif fact in defaults and name.startswith(("on_", "setup", "teardown")):
+        elif fact in defaults:
             text += f":{fact}: {defaults[fact]}\n"
     return text + "\n"
 
