@@ -112,7 +112,7 @@ def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path
     names = {name.replace("_", "-") for name in (*HOOKS, *MODULE_METHODS, *DATA_METHODS)}
     assert set(entries) == names
     facts = ("When", "Ranks", "May", "Must not")
-    assert not [name for name, entry in entries.items() if not all(f"<dt>{fact}<" in entry for fact in facts)]
+    assert not [name for name, entry in entries.items() if not all(f">{fact}<" in entry for fact in facts)]
     commands = (site / "reference" / "commands.html").read_text()
     assert not [name for name in COMMANDS if f"<h2>paceline {name}<" not in commands]
     assert "{no|fp16|bf16|fp8}" in commands
