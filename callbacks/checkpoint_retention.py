@@ -229,8 +229,9 @@ class CheckpointKeeper(Checkpoint):
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the current step on all ranks when the signal ``name`` ends the fit, unless the step is already saved.
 
-        Without a monitor, the new file replaces the previous one as usual, and ``last`` is rewritten if it is kept.
-        With a monitor, the file is not ranked, and it is deleted once the resumed run has saved again.
+        One file is written, because time may be short: ``last`` if it is kept. Otherwise, without a monitor, the new
+        file replaces the previous one as usual. With a monitor, the file is not ranked, and it is deleted once the
+        resumed run has saved again.
         """
         step = trainer.global_step
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
@@ -241,7 +242,7 @@ class CheckpointKeeper(Checkpoint):
             messages.error(f"The last save before {name} failed: {type(error).__name__}: {error}")
         try:
             if self.save_last or (self.monitor is None and self.save_top_k):
-                self.save(trainer, ranked=self.monitor is None, background=False)
+                self.save(trainer, ranked=not self.save_last, background=False)
             elif self._saved_step != step:
                 values = self._values(trainer, self._monitor_candidates(trainer))
                 self._write(trainer, values, self._unused(trainer, values, self.filename), None, False)

@@ -120,9 +120,10 @@ class Report:
             for facts in ranks:
                 row += [duration(facts.share(name) * facts.step), percent(facts.share(name))]
             rows.append(row)
-        total = ["a step, on average"]
+        counts = sorted({facts.steps for facts in ranks})
+        total = ["mean of " + " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) + " steps"]
         for facts in ranks:
-            total += [duration(facts.step), f"of {facts.steps}"]
+            total += [duration(facts.step), "100 %"]
         return [*rows, total]
 
     def _shown(self) -> list[str]:

@@ -821,6 +821,28 @@ def test_the_file_of_a_signal_is_replaced_when_the_run_went_on(tmp_path: Path) -
     assert names(tmp_path) == ["step=12.ckpt"]
 
 
+@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("save_top_k", [1, -1])
+def test_a_signal_writes_one_file_and_says_which(
+    save_last: Any, save_top_k: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ends(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 6:
+                signal.raise_signal(signal.SIGTERM)
+
+    def keeper() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{step}", save_last=save_last, save_top_k=save_top_k)
+
+    with caplog.at_level("INFO"), pytest.raises(SystemExit):
+        fit(tmp_path, Ends(), keeper())
+    assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
+    assert f"SIGTERM ends the fit after step 6. The state was saved in '{tmp_path / 'last.ckpt'}'." in caplog.text
+    fit(tmp_path, keeper(), resume="auto")
+    kept = ["step=12.ckpt"] if save_top_k == 1 else ["step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
+    assert names(tmp_path) == ["last.ckpt", *kept]
+
+
 def test_a_signal_after_a_failed_write_in_the_background_still_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,21 @@ def test_the_words_give_the_number_the_reason_the_change_and_the_gain() -> None:
     assert "\n   Change: set num_workers=3 and persistent_workers=True; each process has 4 cores.\n" in text
     assert "\n   Gain: a step without the wait takes 50 % of the time: 2.0 times as fast." in text
     assert re.search(r"waiting for data +10 ms +50 % +10 ms +50 %", text)
+    assert re.search(r"\nmean of 100 steps +20 ms +100 % +20 ms +100 %", text)
+
+
+def test_the_last_row_names_every_number_of_steps() -> None:
+    text = Report.of([FACTS, replace(FACTS, rank=1, steps=98)]).text()
+    assert "\nmean of 98 to 100 steps " in text
+
+
+def test_the_number_of_workers_says_that_it_is_a_tenth_more_than_the_ratio() -> None:
+    facts = replace(FACTS, world_size=1, local_world_size=1, cores=2, seconds={"data": 1.65, "forward": 0.16})
+    text = Report.of([replace(facts, loader={**FACTS.loader, "num_workers": 0}, communication={})]).text()
+    assert (
+        "the rest of the step takes 1.6 ms. To keep up with a tenth to spare, loading would need 12 workers, and each process has"
+        in text
+    )
 
 
 def test_a_note_is_a_sentence_of_its_own() -> None:

@@ -210,7 +210,7 @@ def test_the_launcher_ends_with_the_signals_status(told: str, name: str, tmp_pat
     assert done.returncode == 128 + signal.Signals[name], done.stderr
     step = torch.load(tmp_path / "saved" / "last.ckpt", weights_only=True)["global_step"]
     assert f"{name} ends the fit after step {step}" in done.stderr
-    assert f"epoch=0-step={step}.ckpt" in os.listdir(tmp_path / "saved")
+    assert os.listdir(tmp_path / "saved") == ["last.ckpt"], "one file, because time may be short"
     called = tmp_path / "called"
     assert (called.read_text() if called.exists() else "") == ("requeue 71\n" if name == "SIGUSR1" else "")
 
