@@ -67,8 +67,8 @@ def data_bound(case: Case) -> Finding | None:
     return Finding(
         "data_bound",
         f"Waiting for data takes {percent(share)} of each step{where} ({duration(share * facts.step)}).",
-        f"Loading a batch takes about {duration(fetch)}, and the rest of the step takes {duration(rest)}. To keep up with "
-        f"a tenth to spare, loading would need {wanted} workers, and {_cores(cores)}.",
+        f"Loading a batch takes about {duration(fetch)}, and the rest of the step takes {duration(rest)}. To keep up "
+        f"with a tenth to spare, loading would need {wanted} workers, and {_cores(cores)}.",
         change,
         (f"More workers make a step {facts.step / max(rest, fetch / cores):.1f} times as fast. " if more else "")
         + faster(share, "the wait"),
