@@ -170,7 +170,7 @@ class PyTorchProfiler(Profiler):
         if emit_nvtx and not CUDA_KIND.is_available():
             raise RuntimeError(
                 "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process has no CUDA "
-                "device. Run the program on a machine with a GPU, or remove emit_nvtx. PyTorchProfiler() also works "
+                "device. Run the program on a machine with a GPU, or remove emit_nvtx. PyTorchProfiler() also records "
                 "on a CPU."
             )
         self.group_by_input_shapes = group_by_input_shapes
