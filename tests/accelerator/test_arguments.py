@@ -108,7 +108,7 @@ IGNORED: list[tuple[Callable[[], Any], str, str]] = [
     (_load_with_map_location, "map_location='cpu'", "device"),
     (_again, "backend='nccl'", "already"),
     (_latest, "deepspeed_plugin='mine'", "latest Accelerator"),
-    (lambda: _trackers(init_kwargs={"mine": {"a": 1}}), "mine={'a': 1}", "existing object"),
+    (lambda: _trackers(init_kwargs={"mine": {"a": 1}}), "mine={'a': 1}", "existing tracker object"),
     (lambda: _trackers(init_kwargs={"wandb": {}}), "init_kwargs(wandb=", "log_with"),
     (lambda: _accelerator(kwargs_handlers=[GradScalerKwargs()]), "GradScalerKwargs(", "'fp16' scales"),
     (lambda: _accelerator(kwargs_handlers=[AutocastKwargs()]), "AutocastKwargs(", "'bf16' use autocast"),

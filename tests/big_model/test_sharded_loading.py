@@ -480,7 +480,7 @@ def look_elsewhere(module: nn.Module, place: Path) -> None:
 
 
 SAID = {
-    "missing": "do not exist|No such file",
+    "missing": "could not be found|No such file",
     "corrupt": "damaged or has another format",
     "another shape": r"has the shape \(1,",
 }

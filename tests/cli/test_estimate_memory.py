@@ -172,7 +172,7 @@ def test_u21_files_of_safetensors_are_read_by_their_headers_alone(
 def test_u21_a_name_of_the_hub_is_told_what_to_do_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate-memory", "mistralai/Mixtral-8x7B-v0.1"]) == FAILED
     said = capsys.readouterr().err
-    assert "There is no file or folder 'mistralai/Mixtral-8x7B-v0.1' here." in said
+    assert "There is no file or folder 'mistralai/Mixtral-8x7B-v0.1' in the working directory." in said
     assert "downloads nothing" in said
     assert "gated" not in said
     assert "hf download mistralai/Mixtral-8x7B-v0.1 config.json" in said

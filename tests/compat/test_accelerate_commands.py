@@ -326,7 +326,7 @@ def test_a_loop_that_does_not_count_needs_the_same_number_in_deepspeeds_configur
 
     assert ranks(1, step, 2, limit=200) == [""]
     (said,) = ranks(1, step, 3, limit=200)
-    assert "has gradient_accumulation_steps=2, but the Accelerator has 3. Leave one out" in said
+    assert "has gradient_accumulation_steps=2, but the Accelerator has 3. Set only one of the two" in said
 
 
 @pytest.mark.parametrize(("steps", "gradient"), [(1, 3.0), (2, 3.0)])

@@ -243,7 +243,7 @@ def test_a_module_knows_the_fabric_that_set_it_up() -> None:
 
 def test_what_is_wrong_says_what_to_do(tmp_path: Path) -> None:
     two = Fabric(accelerator="cpu", devices=2)
-    with pytest.raises(RuntimeError, match=r"runs on 2 processes.*Call fabric.launch"):
+    with pytest.raises(RuntimeError, match=r"needs 2 processes.*Call fabric.launch"):
         two.setup(nn.Linear(1, 1))
     with pytest.raises(TypeError, match=r"in pytest.*fabric.launch\(main\)"):
         two.launch()

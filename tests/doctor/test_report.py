@@ -48,9 +48,9 @@ def test_the_words_give_the_number_the_reason_the_change_and_the_gain() -> None:
     text = REPORT.text()
     assert "A step takes 20 ms, 800 samples per second." in text
     assert "Waiting for data takes 50 % of each step (10 ms) with num_workers=1." in text
-    assert "\n   Why: loading a batch takes about 20 ms and the rest of the step 10 ms.\n" in text
+    assert "\n   Why: loading a batch takes about 20 ms, and the rest of the step takes 10 ms.\n" in text
     assert "\n   Change: set num_workers=3 and persistent_workers=True; each process has 4 cores.\n" in text
-    assert "\n   Gain: a step without the wait takes 50 % of the time: 2.0 times as fast." in text
+    assert "\n   Gain: a step without the wait takes 50 % of the time, so it is 2.0 times as fast." in text
     assert re.search(r"waiting for data +10 ms +50 % +10 ms +50 %", text)
     assert re.search(r"\nmean of 100 steps +20 ms +100 % +20 ms +100 %", text)
 
