@@ -119,15 +119,24 @@ class TensorBoardLogger(FolderLogger):
         self._record(values, step, now)
 
     def log_hyperparams(
-        self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+        self,
+        params: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        step: int | None = None,
     ) -> None:
-        """Add values to the run's hyperparameters. Log ``metrics`` at step 0; the HParams tab can then compare them."""
+        """Add values to the run's hyperparameters, and log ``metrics``, which the HParams tab can then compare.
+
+        Args:
+            params: The values.
+            metrics: Numbers by name.
+            step: Step of the ``metrics``, 0 if None.
+        """
         super().log_hyperparams(params)
         if not self.hparams:
             return
         if metrics:
             self._hparams_due = True
-            self.log_metrics(metrics, step=0)
+            self.log_metrics(metrics, step=step or 0)
         elif self._default_hp_metric and messages.is_rank_zero():
             self._default_hp_metric = False
             if not os.path.isdir(self.log_dir) or not any("tfevents" in name for name in os.listdir(self.log_dir)):

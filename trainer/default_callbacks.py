@@ -115,7 +115,7 @@ def _from_packages() -> list[Callback]:
     found: list[Callback] = []
     for point in _points(tuple(ENTRY_POINTS), tuple(sys.path)):
         made = point.load()()
-        made = [made] if isinstance(made, Callback) else list(made)
+        made = list(made) if isinstance(made, Iterable) else [made]
         wrong = [one for one in made if not isinstance(one, Callback)]
         if wrong:
             raise TypeError(
@@ -131,7 +131,8 @@ def _from_packages() -> list[Callback]:
 @functools.cache
 def _points(groups: tuple[str, ...], path: tuple[str, ...]) -> list[EntryPoint]:
     """Return the entry points of installed packages, searched once per ``sys.path`` because the search is slow."""
-    return [point for group in groups for point in entry_points(group=group)]
+    found = {(point.name, point.value): point for group in groups for point in entry_points(group=group)}
+    return list(found.values())  # a package may give the same callbacks in several groups
 
 
 def _given_callbacks(callbacks: Any) -> list[Callback]:

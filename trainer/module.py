@@ -49,6 +49,13 @@ class LogOptions(TypedDict, total=False):
     rank_zero_only: bool
 
 
+#: The arguments of ``self.log_dict`` after the dict, in the order in which they can be given by position.
+_LOG_DICT_OPTIONS = (
+    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
+    *("add_dataloader_idx", "batch_size", "rank_zero_only"),
+)
+
+
 class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     """A ``torch.nn.Module`` that defines its own training step. Subclass it and pass it to ``Trainer.fit``.
 
@@ -194,9 +201,16 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         record.update(value, batch_size)
 
     def log_dict(
-        self, dictionary: Mapping[str, Any], *, batch_size: int | None = None, **kwargs: Unpack[LogOptions]
+        self, dictionary: Mapping[str, Any], *options: Any, batch_size: int | None = None, **kwargs: Unpack[LogOptions]
     ) -> None:
-        """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, as ``log`` does."""
+        """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, as ``log`` does.
+
+        Options given by position are in the order of ``log``, without ``metric_attribute``.
+        """
+        if options:
+            named: Any = _by_name(options, kwargs if batch_size is None else {**kwargs, "batch_size": batch_size})
+            TrainingModule.log_dict(self, dictionary, **named)
+            return
         collection: Any = dictionary if hasattr(dictionary, "compute_groups") else None
         if collection is None and not isinstance(dictionary, Mapping):
             raise TypeError(
@@ -558,3 +572,18 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             self._attach(family)
             for module, training in modes:
                 module.training = training
+
+
+def _by_name(options: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``self.log_dict``, those given by position included, by name."""
+    most = len(_LOG_DICT_OPTIONS)
+    if len(options) > most:
+        raise TypeError(
+            f"self.log_dict got {len(options) + 1} positional arguments, but takes at most {most + 1}: the dict, "
+            f"{messages.names(_LOG_DICT_OPTIONS, last='and')}. Pass options by name."
+        )
+    named = dict(zip(_LOG_DICT_OPTIONS, options, strict=False))
+    for name in named:
+        if name in kwargs:
+            raise TypeError(f"self.log_dict got {name!r} twice, by position and by name. Pass it once, by name.")
+    return named | dict(kwargs)

@@ -71,7 +71,7 @@ def install(version: str) -> None:
     for user in users:
         user.order = functools.partial(_ordered, user.order)
         user.check_state_keys = translated(user.check_state_keys, RuntimeError)
-    default_callbacks.ENTRY_POINTS.append("lightning.pytorch.callbacks_factory")
+    default_callbacks.ENTRY_POINTS += ["lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory"]
     instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     lightning_format.LAYOUT_VERSION = version
     file_names.MISSING = 0

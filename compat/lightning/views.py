@@ -6,8 +6,9 @@ Paceline raises an AttributeError, which gives a replacement too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -407,7 +408,20 @@ VIEWS: dict[str, Callable[[Trainer], Any]] = {
 }
 
 
+#: Attributes of Lightning's Trainer that cannot be read here, and what to use instead.
+_ABSENT = {
+    "_results": "Read trainer.callback_metrics or trainer.logged_metrics",
+    "_signal_connector": "Paceline handles the signals itself. Use on_exception of a Callback",
+}
+
+
 def install() -> None:
-    """Add the attributes in ``VIEWS`` to Trainers."""
+    """Add the attributes in ``VIEWS`` to Trainers, and errors for those in ``_ABSENT``."""
     for name, view in VIEWS.items():
         setattr(Trainer, name, property(view))
+    for name, instead in _ABSENT.items():
+        setattr(Trainer, name, property(functools.partial(_refuse, name, instead)))
+
+
+def _refuse(name: str, instead: str, trainer: Trainer) -> NoReturn:
+    raise AttributeError(f"trainer.{name} is private to Lightning, and Paceline does not have it. {instead} instead.")

@@ -615,6 +615,8 @@ assert trainer._checkpoint_connector.dump_checkpoint()["global_step"] == 4
 strategy = trainer.strategy
 assert strategy.lightning_module is net and strategy.optimizers is trainer.optimizers
 assert strategy.lightning_module_state_dict().keys() == net.state_dict().keys()
+says(lambda: trainer._results, AttributeError, "private to Lightning", "callback_metrics")
+says(lambda: trainer._signal_connector, AttributeError, "private to Lightning", "on_exception")
 says(lambda: trainer.fit_loop.epoch_loop.val_loop._run, AttributeError, "private to Lightning", "callback_metrics")
 says(lambda: trainer._callback_connector._attach(), AttributeError, "trainer.callbacks")
 says(lambda: setattr(trainer.fit_loop, "epoch_progress", 1), AttributeError, "only reflects")
@@ -772,3 +774,26 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         )
         assert done.returncode != 0
         assert text in done.stderr
+
+
+def test_callbacks_of_installed_packages_are_found_once_under_both_names_of_lightning(tmp_path: Path) -> None:
+    info = tmp_path / "brings_callbacks-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brings-callbacks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[lightning.pytorch.callbacks_factory]\nmake = brings_callbacks:make\nown = brings_callbacks:Own\n\n"
+        "[pytorch_lightning.callbacks_factory]\nmake = brings_callbacks:make\nother = brings_callbacks:Other\n"
+    )
+    (tmp_path / "brings_callbacks.py").write_text(
+        "from pytorch_lightning import Callback\n\n\nclass Own(Callback):\n    pass\n\n\n"
+        "class Other(Callback):\n    pass\n\n\nclass Made(Callback):\n    pass\n\n\n"
+        "def make():\n    return [Made()]\n"
+    )
+    program = """
+import lightning as L
+off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+print([type(callback).__name__ for callback in L.Trainer(accelerator="cpu", **off).callbacks])
+"""
+    words = ("-m", "paceline.compat", "lightning", "-c", program)
+    paths = os.pathsep.join([ROOT, str(tmp_path)])
+    assert run(*words, folder=tmp_path, PYTHONPATH=paths) == "['Made', 'Own', 'Other']\n"

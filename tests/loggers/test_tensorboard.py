@@ -198,7 +198,7 @@ def test_no_graph_unless_asked_for(tmp_path: Path) -> None:
 
 def test_a_graph_without_example_input_is_asked_for_once(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, log_graph=True)
-    with pytest.warns(PacelineWarning, match=r"no input to trace Net with.*Set self.example_input_array"):
+    with pytest.warns(PacelineWarning, match=r"no input with which to trace Net.*Set self.example_input_array"):
         logger.log_graph(Net())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -271,3 +271,12 @@ def test_a_program_that_ends_without_finalize_leaves_its_values(tmp_path: Path, 
     )
     subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, check=not ending)
     assert len(read_events(str(tmp_path / "paceline_logs" / "run")).Scalars("loss")) == 50
+
+
+def test_metrics_of_hyperparameters_are_logged_at_the_step_given(tmp_path: Path, read_events: Any) -> None:
+    logger = TensorBoardLogger(tmp_path, name="")
+    logger.log_hyperparams({"lr": 0.1}, {"hp/acc": 0.5}, 3)
+    logger.log_hyperparams({"lr": 0.1}, {"hp/loss": 0.5})
+    logger.finalize("success")
+    events = read_events(logger.log_dir)
+    assert [(tag, events.Scalars(tag)[0].step) for tag in ("hp/acc", "hp/loss")] == [("hp/acc", 3), ("hp/loss", 0)]

@@ -36,6 +36,10 @@ def test_installed_packages_add_callbacks_unless_the_user_gives_one_of_the_class
     default_callbacks._points.cache_clear()
     with pytest.raises(TypeError, match=r"entry point 'both' .*returned 'B', which is not a Callback"):
         Trainer(accelerator="cpu", **off)
+    points.write_text("[paceline.callbacks]\nboth = brings_callbacks:__name__.__len__\n")
+    default_callbacks._points.cache_clear()
+    with pytest.raises(TypeError, match=r"entry point 'both' .*returned 16, which is not a Callback"):
+        Trainer(accelerator="cpu", **off)
 
 
 def test_every_callback_that_saves_checkpoints_runs_after_the_others() -> None:

@@ -1139,3 +1139,14 @@ def test_an_integer_says_how_to_make_it_a_float(quiet: dict[str, Any], recwarn: 
         f"self.log('{name}') got an integer, which is stored as torch.float32. Pass {to_float} to avoid this warning."
         for name, to_float in (("tensor", "value.float()"), ("number", "float(value)"))
     ]
+
+
+def test_log_dict_takes_its_options_by_position_in_lightnings_order(quiet: dict[str, Any]) -> None:
+    module = Values(training_step=lambda m, b: m.log_dict({"v": b.mean()}, False, None, False, True, "max"))
+    trainer = Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, [torch.tensor([3.0]), torch.tensor([5.0]), torch.tensor([1.0])])
+    assert trainer.callback_metrics["v"] == 5
+    with pytest.raises(TypeError, match=r"self\.log_dict got 'prog_bar' twice"):
+        module.log_dict({"v": 1.0}, True, prog_bar=True)
+    with pytest.raises(TypeError, match=r"self\.log_dict got 13 positional arguments, but takes at most 12"):
+        module.log_dict({"v": 1.0}, *[None] * 12)
