@@ -133,4 +133,9 @@ def refuse(arguments: Namespace) -> None:
 
 def given(arguments: Namespace) -> dict[str, str]:
     """Return the settings given on the command line."""
-    return {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
+    values = {name: getattr(arguments, name) for name in SETTINGS}
+    return {
+        name: written(value)
+        for name, value in values.items()
+        if value is not None and not (SETTINGS[name].bare and value is False)
+    }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...accelerator.enums import DynamoBackend
-from ...settings import FLAGS, files, hand_over, resolve
+from ...settings import FLAGS, SETTINGS, files, hand_over, resolve
 from .environment import default_config_file
 
 hf_cache_home = str(files.accelerates_file().parent.parent)
@@ -54,8 +54,31 @@ def _run(command: str, arguments: Namespace) -> None:
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
-    """Return a parser with the flags of ``paceline launch``, which include Accelerate's flags."""
-    return _parser("launch", launch_command, subparsers)
+    """Return a parser with the flags of ``paceline launch``, which include Accelerate's flags.
+
+    Flags are parsed to values of the types that they have in Accelerate, such as numbers.
+    """
+    parser = _parser("launch", launch_command, subparsers)
+    for action in parser._actions:
+        setting = SETTINGS.get(action.dest)
+        if setting is None or setting.name == "fsdp_version":  # text in Accelerate too
+            continue
+        if setting.bare:
+            action.const, action.default = True, False
+        elif setting.accepts.startswith(("a whole number", "a number")):
+            action.type = _whole if "whole" in setting.accepts else _number
+    return parser
+
+
+def _whole(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # the command raises an error that says what is valid
 
 
 def launch_command(args: Namespace) -> None:

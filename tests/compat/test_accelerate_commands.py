@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import json
@@ -45,6 +46,35 @@ def test_a_launch_is_parsed_and_run(tmp_path: Path) -> None:
     script.write_text("raise SystemExit(3)\n")
     with pytest.raises(SystemExit, match="3"):
         commands.launch_command(args)
+
+
+def test_the_flags_of_a_launch_have_accelerates_types(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nopen(sys.argv[1], 'w').write(os.environ['PACELINE_GRADIENT_ACCUMULATION_STEPS'])\n"
+    )
+    top = argparse.ArgumentParser()
+    commands.launch_command_parser(top.add_subparsers())
+    given = [
+        "--cpu",
+        "--num_processes",
+        "1",
+        "--gradient_accumulation_steps",
+        "3",
+        "--monitor_interval",
+        "2",
+        "--quiet",
+    ]
+    rest = ["--quiet", str(script), str(tmp_path / "said")]
+    for args in (
+        commands.launch_command_parser().parse_args(given + rest),
+        top.parse_args(["launch", *given, *rest]),
+    ):
+        found = args.cpu, args.multi_gpu, args.num_processes, args.gradient_accumulation_steps, args.monitor_interval
+        assert repr(found) == "(True, False, 1, 3, 2.0)"
+        args.gradient_accumulation_steps += 1
+        commands.launch_command(args)
+        assert (tmp_path / "said").read_text() == "4"
 
 
 def test_commands_can_be_added_to_a_parser() -> None:
