@@ -59,7 +59,7 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     Flags are parsed to values of the types that they have in Accelerate, such as numbers.
     """
     parser = _parser("launch", launch_command, subparsers)
-    for action in parser._actions:
+    for action in set(parser._option_string_actions.values()):
         setting = SETTINGS.get(action.dest)
         if setting is None or setting.name == "fsdp_version":  # text in Accelerate too
             continue
