@@ -171,8 +171,12 @@ class GradientState:
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the loop weights the loss, because it has gathered item counts or has fetched later batches."""
-        return self.counted is not None or (self.by_hand and not self.sync_gradients)
+        """Whether the loop weights the loss, because it has gathered item counts or has fetched later batches.
+
+        In an ``accumulate`` block, a gathered count is a metric, unless the loop sets ``sync_gradients``.
+        """
+        counts = self.counted is not None and (self.by_hand or not self.depth)
+        return counts or (self.by_hand and not self.sync_gradients)
 
     @property
     def initialized(self) -> bool:

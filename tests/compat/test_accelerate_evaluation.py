@@ -166,6 +166,35 @@ def test_a_loop_that_counts_the_items_of_a_window_has_the_updates_of_one_process
             assert found == pytest.approx(alone, rel=1e-12), count
 
 
+def trained_with_a_metric(samples: int, size: int) -> list[float]:
+    """The weight after each update of a loop that gathers a number of samples before each backward pass."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        DataLoader(list(range(samples)), size),  # type: ignore[arg-type]
+    )
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            outputs = model(SUMS[batch].unsqueeze(1))
+            accelerator.gather((outputs > 0).sum())
+            accelerator.backward(outputs.mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.weight.item())
+    return found
+
+
+def test_a_number_that_is_gathered_in_accumulate_does_not_change_the_updates() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    alone = trained_with_a_metric(13, 8)
+    for found in ranks(2, trained_with_a_metric, 13, 4):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
 def gradient_without_sync() -> tuple[float, list[Any]]:
     """This process's gradient of its own number, and what ``no_sync`` of two copies of the model returns."""
     accelerator = Accelerator(cpu=True)
