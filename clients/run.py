@@ -232,7 +232,9 @@ def run_tests(client: Client, source: Path, *, stand_in: bool) -> tuple[dict[str
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     excluded = [option for test in client.excluded for option in ("--deselect", test)]
     pytest = ["-m", "pytest", *client.tests, *client.options, *excluded, "-p", "no:cacheprovider", "--tb=short", "-q"]
-    pytest += [f"--timeout={client.timeout}", f"--junitxml={report}", f"--rootdir={copy}", "-o", "junit_family=xunit1"]
+    pytest += [f"--timeout={client.timeout}", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    # The copy is inside this repository, whose root is a package that pytest must not import under another name.
+    pytest += [f"--rootdir={copy}", f"--confcutdir={copy}"]
     replace = ["-m", "paceline.compat", client.stand_in] if stand_in else []
     start = time.monotonic()
     with (client.folder / f"{label}.log").open("w") as log:
@@ -340,6 +342,7 @@ def main() -> None:
     asked, results = [clients[name] for name in arguments.only or clients], []
     for number, client in enumerate(asked, 1):
         results.append(compare(client))
+        print(table(results[-1:]).splitlines()[-1], file=sys.stderr)
         if not arguments.keep:
             shutil.rmtree(client.folder)
             if all(later.environment != client.environment for later in asked[number:]):

@@ -84,6 +84,24 @@ def test_a_test_whose_losses_differ_is_lost(run: ModuleType, tmp_path: Path) -> 
     assert "| 4 | 4 | 2 | 0 | inf |" in run.table([result])
 
 
+def test_the_package_around_a_librarys_tests_is_not_imported(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pytest would import the repository's root under the name of its folder, beside the installed package."""
+    root, source = tmp_path / "clone", tmp_path / "source"
+    folder = root / ".clients" / "libraries" / "library"
+    for place in (source, folder):
+        place.mkdir(parents=True)
+    (root / "__init__.py").write_text("raise RuntimeError('imported')")
+    (root / "pyproject.toml").write_text("")
+    (source / "test_one.py").write_text("def test_one(): ...")
+    monkeypatch.setattr(run.Client, "folder", folder)
+    monkeypatch.setattr(run.Client, "python", Path(sys.executable))
+    client = run.Client("library", "1.0", "accelerate", "Trainer", tests=["test_one.py"])
+    outcomes, _ = run.run_tests(client, source, stand_in=False)
+    assert {name: one.word for name, one in outcomes.items()} == {"test_one::test_one": "passed"}
+
+
 def test_an_environment_is_made_again_when_one_of_its_sources_changes(run: ModuleType, tmp_path: Path) -> None:
     sources = tmp_path / "lock.txt", tmp_path / "plugin.c"
     for source in sources:
