@@ -91,7 +91,7 @@ def test_the_processes_meet_at_the_port_that_is_given_or_at_a_free_one() -> None
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", port))
             taken.listen()
-            with pytest.raises(OSError, match=f"Port {port} .*is in use"):
+            with pytest.raises(OSError, match=f"Port {port} .*is already in use"):
                 notebook_launcher(where, num_processes=2, use_port=port)
             assert notebook_launcher(where, num_processes=2) != str(port)
         assert notebook_launcher(where, num_processes=2, use_port=str(port)) == str(port)

@@ -225,7 +225,7 @@ def refused(strategy: str | None) -> Any:
 
 def test_a_sharded_model_cannot_be_joined() -> None:
     with pytest.raises(
-        RanksError, match=r"NotImplementedError: FSDPStrategy does not support joinable: each process holds"
+        RanksError, match=r"NotImplementedError: FSDPStrategy does not support joinable, because each process holds"
     ):
         ranks(2, refused, "fsdp")
 

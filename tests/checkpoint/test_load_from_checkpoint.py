@@ -157,7 +157,7 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
     saved(Needs(nn.Identity()), tmp_path / "x.ckpt")
     told = (
         r"Needs\.__init__ needs 'net', but the checkpoint's hyperparameters are only depth\."
-        r".*load_from_checkpoint\(path, net=\.\.\.\), or use plain data"
+        r".*load_from_checkpoint\(path, net=\.\.\.\), or use an argument that a checkpoint can store"
     )
     with pytest.raises(TypeError, match=told):
         Needs.load_from_checkpoint(tmp_path / "x.ckpt")

@@ -613,7 +613,7 @@ def test_a_file_cannot_make_a_program_import_code(
     Path("stranger.py").write_text("raise RuntimeError('it ran')")
     monkeypatch.syspath_prepend(str(tmp_path))
     written(width=4, **{name: value})
-    said = r"name 'stranger(\.Net)?', which has not been imported"
+    said = r"mention 'stranger(\.Net)?', which has not been imported"
     with pytest.raises(ValueError, match=said):
         CommandedNet.load_from_checkpoint("x.ckpt")
     chosen = ["--model=CommandedNet"] if name == "_class_path" else []
@@ -626,7 +626,7 @@ def test_a_file_cannot_make_a_program_import_code(
 )
 def test_a_file_cannot_name_a_class_that_the_signature_does_not_allow(values: dict[str, Any]) -> None:
     written(**values)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         CommandedNet.load_from_checkpoint("x.ckpt")
 
 

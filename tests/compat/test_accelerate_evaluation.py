@@ -112,6 +112,14 @@ COUNTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+def prepared(accelerator: Accelerator, samples: int, size: int) -> Any:
+    """A model with the weight 0, its optimizer, and a loader of the samples' numbers."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    loader: Any = DataLoader(list(range(samples)), size)  # type: ignore[arg-type]
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+
+
 def trained(samples: int, size: int, steps: int, count: str | None, sets_sync: bool = True) -> list[float]:
     """The weight after each update of a loop that fetches a window's batches before it runs them.
 
@@ -121,13 +129,7 @@ def trained(samples: int, size: int, steps: int, count: str | None, sets_sync: b
             Accelerate's guide to accumulation with samples of different sizes.
     """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if sets_sync else steps)
-    model = nn.Linear(1, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        DataLoader(list(range(samples)), size),  # type: ignore[arg-type]
-    )
+    model, optimizer, loader = prepared(accelerator, samples, size)
     fetched, found = iter(loader), []
     for start in range(0, len(loader), steps):
         window = [next(fetched) for _ in range(min(steps, len(loader) - start))]
@@ -169,13 +171,7 @@ def test_a_loop_that_counts_the_items_of_a_window_has_the_updates_of_one_process
 def trained_with_a_metric(samples: int, size: int) -> list[float]:
     """The weight after each update of a loop that gathers a number of samples before each backward pass."""
     accelerator = Accelerator(cpu=True)
-    model = nn.Linear(1, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        DataLoader(list(range(samples)), size),  # type: ignore[arg-type]
-    )
+    model, optimizer, loader = prepared(accelerator, samples, size)
     found = []
     for batch in loader:
         with accelerator.accumulate(model):

@@ -759,7 +759,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     for words, text in (
         (["-m", "paceline.compat"], "usage: python -m paceline.compat"),
         (["-m", "paceline.compat", "lightnin", "x.py"], "Did you mean 'lightning'"),
-        (["-m", "paceline.compat", "lightning", "-m"], "-m needs a module"),
+        (["-m", "paceline.compat", "lightning", "-m"], "-m must be followed by a module"),
         (
             ["-c", "import sys; sys.modules['lightning'] = sys; import paceline.compat as c; c.install('lightning')"],
             "Call compat.install before",

@@ -453,7 +453,7 @@ def test_a_state_that_finds_no_place_is_told():
     state = loader_state(CombinedLoader([Positioned(), with_generator(0)]))
     with pytest.warns(messages.PacelineWarning, match="different number of loaders .2 instead of 1"):
         load_loader_state(loader(), state)
-    with pytest.warns(messages.PacelineWarning, match="random generators .1; this loader has 0"):
+    with pytest.warns(messages.PacelineWarning, match="random generators .1 in total, but this loader has 0"):
         load_loader_state(loader(), loader_state(with_generator(0)))
     with pytest.warns(messages.PacelineWarning, match="this loader has no load_state_dict"):
         load_loader_state(loader(), loader_state(Positioned()))

@@ -57,7 +57,9 @@ def test_every_logger_takes_values_and_settings_by_keyword() -> None:
         kind = getattr(loggers, name)
         if kind is not DummyLogger:
             assert list(inspect.signature(kind.log_metrics).parameters) == ["self", "metrics", "step"], name
-            assert list(inspect.signature(kind.log_hyperparams).parameters) == ["self", "params", "metrics"], name
+            first, second, third, *others = inspect.signature(kind.log_hyperparams).parameters.values()
+            assert [first.name, second.name, third.name] == ["self", "params", "metrics"], name
+            assert all(other.default is None for other in others), name
     dummy = DummyLogger()
     dummy.log_metrics(metrics={"loss": 1.0}, step=3)
     dummy.log_hyperparams(params={"lr": 0.1})

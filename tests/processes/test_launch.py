@@ -235,11 +235,11 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*or omit MASTER_PORT"):
+        with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is already in use.*or omit MASTER_PORT"):
             launch.rerun(2)
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("NODE_RANK", "0")
-        with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*to a free port$"):
+        with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is already in use.*to a free port$"):
             launch.rerun(1, num_nodes=2)
 
 

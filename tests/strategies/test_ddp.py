@@ -404,7 +404,7 @@ class FrozenLate(Net):
 
 def test_a_parameter_that_was_frozen_in_the_fit_is_named_when_its_gradient_does_not_come() -> None:
     last = list(dict(FrozenLate().named_parameters()))[-1]
-    with pytest.raises(RanksError, match=f"they got no gradients: {last}\\. "):
+    with pytest.raises(RanksError, match=f"these parameters got no gradients: {last}\\. "):
         ranks(2, fit, "ddp", 16, 2, 1, FrozenLate)
 
 

@@ -142,7 +142,7 @@ def test_a_rate_that_nobody_reads_is_said_before_the_test(recwarn: pytest.Warnin
     module = Rates(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
     wanted = r"lr_find sets 'Rates\.lr' and 'Rates\.hparams\.lr', but Rates\.configure_optimizers\(\) creates the same "
     with pytest.warns(
-        PacelineWarning, match=wanted + r"optimizer regardless.* Create the optimizer with lr=self\.lr, or name"
+        PacelineWarning, match=wanted + r"optimizer regardless.* Create the optimizer with lr=self\.lr, or pass"
     ):
         Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader(), num_training=20)
     with pytest.warns(PacelineWarning, match=wanted):

@@ -112,7 +112,7 @@ def test_a_filter_chooses_the_layers_and_none_is_a_warning() -> None:
     module = copy.deepcopy(Net())
     Trainer(precision=Float8Precision(filter=lambda layer, name: name == "net.4"), **QUIET).fit(module, batches())
     assert [name for name, one in module.named_modules() if isinstance(one, Float8Linear)] == ["net.4"]
-    with pytest.warns(PacelineWarning, match=r"converts no layer of Net.*the module has 5\)"):
+    with pytest.warns(PacelineWarning, match=r"converts no layer of Net.*there are 5\)"):
         Trainer(precision=Float8Precision(filter=lambda layer, name: False), **QUIET).fit(Net(), batches())
 
 
