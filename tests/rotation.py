@@ -1,8 +1,8 @@
 """Which tests this run takes: of the costly ones, ``make test`` takes a share that moves on with every landing.
 
-``costly.txt`` names those that take more than half a second of the processors, and how many landings (commits of the
-first line of parents) in a row take all of them. The large matrices take their share of cells themselves. ``make
-test-all`` takes everything, ``--rotation N`` the shares of one landing. Nothing is left out where single files are run.
+``costly.txt`` names those that take more than 0.3 s of the processors, and how many landings (commits of the first line
+of parents) in a row take all of them. The large matrices take their share of cells themselves. ``make test-all`` takes
+everything, ``--rotation N`` the shares of one landing. Nothing is left out where single files are run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-PERIOD = 10
+PERIOD = 20
 COSTLY = "costly.txt"
 VARIABLE = "PACELINE_TESTS_ROTATION"
 Cell = TypeVar("Cell")

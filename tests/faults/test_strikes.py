@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from rotation import PERIOD, share
+from rotation import share
 from strikes import CELLS, ROOT, Cell, differences, examine, repeated, train
 
 KILLS = 3
-#: By run: one of each strategy, which differ otherwise.
-CELLS_OF_RUNS = [CELLS[8 * row + (index + 3 * row) % 8] for row in range(3) for index in range(PERIOD)]
+#: All cells; neighbours train under different strategies and differ otherwise too.
+ORDERED = [CELLS[8 * row + (index + 3 * row) % 8] for index in range(8) for row in range(3)]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their command line, in /proc")
 
 
-@pytest.mark.parametrize("cell", list(dict.fromkeys(share(CELLS_OF_RUNS))), ids=str)
+@pytest.mark.parametrize("cell", share(ORDERED), ids=str)
 def test_a_training_that_is_killed_again_and_again_ends_where_one_does_that_was_left_alone(
     cell: Cell, tmp_path: Path
 ) -> None:
