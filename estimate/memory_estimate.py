@@ -18,12 +18,11 @@ from ..data.batches import batch_size_of
 from ..strategies.base import SingleDevice, Strategy
 from ..strategies.choose import SEVERAL, named
 from ..strategies.ddp import DDPStrategy
-from ..strategies.distributed import DistributedStrategy
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.precision.choose import choose_precision
 from ..strategies.precision.mixed import MixedPrecision
 from ..strategies.precision.transformer_engine import TransformerEnginePrecision
-from .simulated_training import PHASES, Rehearsal, optimizers_of
+from .simulated_training import PHASES, NoLauncher, Rehearsal, optimizers_of
 
 if TYPE_CHECKING:
     from ..strategies.choose import StrategyName
@@ -222,9 +221,8 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
     if checkpointing is not None:
         found.activation_checkpointing = checkpointing
     found.precision = chosen
-    DistributedStrategy.place(found, [device] * processes)
-    found._cluster = None  # otherwise the strategy would use this process's launcher
-    found._mesh_shape()
+    found.cluster_environment = NoLauncher()
+    found.place([device] * processes)
     return _SimulationPlan("fsdp_cpu_offload" if offload else "fsdp", found, None, by_name, offload=offload)
 
 

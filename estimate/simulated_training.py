@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import messages
 from ..processes.device_transfer import in_dtype
 from ..processes.devices import AcceleratorName, find_kind
+from ..processes.environments import LocalEnvironment
 from ..strategies.base import Strategy
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.fsdp.wrapping import checkpoint_activations, choose_blocks
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 
 #: The phases of training. Memory used in these phases counts toward the training peak.
 PHASES = ("forward", "backward", "optimizer step")
+
+
+class NoLauncher(LocalEnvironment):
+    """Makes this process the first of those that it would start itself, even if a launcher started it."""
+
+    def cluster(self, num_devices: int, num_nodes: int) -> None:
+        return None
 
 
 class Copier:
@@ -130,10 +138,10 @@ class Rehearsal:
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
-        self._attach()
+        trainer = self._attach()
         self.optimizers = self.strategy.setup_optimizers(self.make_optimizers(self.module))
-        if isinstance(self.module, TrainingModule) and self.module._trainer is not None:
-            self.module._trainer.optimizers = self.optimizers
+        if trainer is not None:
+            trainer.optimizers = self.optimizers
         for optimizer in self.optimizers:
             _choose_kernels(optimizer, self.strategy.device)
         ledger.guessed = False  # values compared between processes do not affect memory
@@ -145,11 +153,11 @@ class Rehearsal:
         if parameter.grad is not None:
             self.ledger.claim([parameter.grad], "gradients")
 
-    def _attach(self) -> None:
+    def _attach(self) -> Trainer | None:
         """Attach a TrainingModule to a Trainer, and turn off the module's logging."""
         module = self.module
         if not isinstance(module, TrainingModule):
-            return
+            return None
         kind = cast(AcceleratorName, find_kind(self.strategy.device.type))
         trainer = Trainer(max_steps=1000, max_epochs=-1, barebones=True, accelerator=kind, devices=1)
         trainer.strategy = self.strategy
@@ -159,6 +167,7 @@ class Rehearsal:
         for one in module.modules():
             if isinstance(one, TrainingModule):
                 vars(one).update(log=_nothing, log_dict=_nothing)
+        return trainer
 
     def _step(self) -> Callable[..., Any]:
         module = self.module
@@ -269,7 +278,7 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
         )
     dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=fake_store())
     try:
-        strategy._mesh()
+        strategy.sharding_mesh()
         yield
     finally:
         dist.destroy_process_group()
