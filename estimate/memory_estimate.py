@@ -173,8 +173,9 @@ def estimate_strategies(
                 partial(optimizers_of, asked=optimizer),
                 loss,
                 plan.activation_checkpointing,
+                min(accumulate_grad_batches, 2),
             )
-            _run(rehearsal, type(module).__name__, batch is not None, min(accumulate_grad_batches, 2))
+            _run(rehearsal, type(module).__name__, batch is not None)
         found.append(_read(run[plan.key], plan, processes, batch))
     return found
 
@@ -244,20 +245,20 @@ def _precision(asked: Any, device: torch.device) -> Precision:
     return found
 
 
-def _run(rehearsal: Rehearsal, owner: str, steps: bool, micro_batches: int) -> None:
+def _run(rehearsal: Rehearsal, owner: str, steps: bool) -> None:
     with rehearsal.running():
         rehearsal.set_up()
         if steps:
-            _train(rehearsal, owner, micro_batches)
+            _train(rehearsal, owner)
         else:
             rehearsal.update_alone()
 
 
-def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
+def _train(rehearsal: Rehearsal, owner: str) -> None:
     try:
         rehearsal.infer()
-        rehearsal.train(micro_batches)  # the optimizer state exists from here on
-        rehearsal.train(micro_batches)
+        rehearsal.train()  # the optimizer state exists from here on
+        rehearsal.train()
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise RuntimeError(
