@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from .. import messages
 from ..callbacks.base import accumulation_of
-from ..callbacks.finetuning import BaseFinetuning
 from ..data.combined_loader import CombinedLoader
 from ..data.loaders import eval_loaders, leaves_of, replaced, train_loader
 from ..loggers.base import DummyLogger
@@ -117,7 +116,7 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
     double = copy.copy(trainer)
     double.profiler = check_profiler(None)
     double.loggers = [DummyLogger()] if trainer.loggers else []
-    double.callbacks = [copy.deepcopy(c) for c in trainer.callbacks if isinstance(c, BaseFinetuning)]
+    double.callbacks = [copy.deepcopy(callback) for callback in trainer.callbacks if callback.runs_in_trials]
     batches = accumulation_of(trainer.callbacks, trainer.state.epoch)
     double.accumulate_grad_batches = batches or trainer.accumulate_grad_batches
     double.state = RunState()
