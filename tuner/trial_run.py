@@ -56,7 +56,7 @@ def run_separately(
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
     run = _own_run(trainer, request)
     run.trainer.brought_callbacks = (module, [], [])  # its callbacks are not called
-    kept = _kept_around(trainer, request, module)
+    kept = _kept_around(strategy, request, module)
     run.state.begin(request.fn)
     failed = True
     try:
@@ -98,10 +98,10 @@ def show(trainer: Trainer, request: Request, source: DataSource | None = None) -
     end_logging(run)
 
 
-def _kept_around(trainer: Trainer, request: Request, module: Any) -> SavedState:
+def _kept_around(strategy: Strategy, request: Request, module: Any) -> SavedState:
     kept = SavedState()
-    kept.random(trainer.strategy.device)
-    if not trainer.strategy.communicates_forward:
+    kept.random(strategy.device)
+    if not strategy.communicates_forward:
         kept.keep(module)
     data = request.datamodule
     for given in request.loaders.values():
