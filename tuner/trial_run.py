@@ -25,7 +25,7 @@ from ..trainer.run import Run
 from ..trainer.start_run import attach, bind_hooks, end_logging, find_module, settle_max_epochs
 from ..trainer.state import Pending, RunState
 from ..trainer.torch_settings import numerics
-from .restore import SavedState
+from .saved_state import SavedState
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
