@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Literal
@@ -121,9 +121,7 @@ def warn(text: str, category: type[PacelineWarning] = PacelineWarning) -> None:
     """
     if not _is_mine(text):
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and owner_of(frame) != "user":
-        frame = frame.f_back
+    frame = next((frame for frame in call_stack() if owner_of(frame) == "user"), None)
     if frame is None:
         warnings.warn_explicit(text, category, _PACKAGE, 0, registry=_warned)
     else:
@@ -132,6 +130,14 @@ def warn(text: str, category: type[PacelineWarning] = PacelineWarning) -> None:
         warnings.warn_explicit(
             text, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
         )
+
+
+def call_stack() -> Iterator[FrameType]:
+    """Yield the frames on the call stack, from the function that iterates outward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def owner_of(frame: FrameType) -> Literal["user", "package", "library"]:

@@ -11,6 +11,7 @@ from typing import Any
 _PACKAGE = __name__.partition(".")[0]
 _MOVED = {
     "accelerator.compat": "compat.accelerate",
+    "checkpoint.verify": "checkpoint.checksums",
     "loggers.messages": "messages",
     "strategies.big_model": "big_model",
     "strategies.big_model.hooks": "big_model.hooks",
@@ -28,6 +29,7 @@ _MOVED = {
     "trainer.memory": "memory.out_of_memory_retry",
     "trainer.settings": "settings",
     "trainer.tuner": "tuner",
+    "tuner.restore": "tuner.saved_state",
 }
 
 

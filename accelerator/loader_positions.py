@@ -1,7 +1,4 @@
-"""Tracks the current pass over a loader's data, and runs the first pass after a position was loaded.
-
-If the script itself skips to the loaded position, there is a warning, unless ``LoadedPosition.by_script`` is set.
-"""
+"""The position of a prepared loader: its current pass, a loaded position, and the batches dropped after loading."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from .nested_tensors import leaves
 
 if TYPE_CHECKING:
     from .accumulation import GradientState
-    from .loaders import PreparedLoader
 
 
 class Pass:
@@ -72,6 +68,20 @@ class LoadedPosition:
     def next_epoch(self) -> int:
         """Index of the next pass: the saved pass, or the one after it if the saved pass has no batches left."""
         return self.position["epoch"] + self.position["last"]
+
+    def skipped_to(self, skip: int) -> None:
+        """Warn that ``skip_first_batches`` skips to another batch than ``load_state``, losing or repeating batches."""
+        done = self.position["batches"]
+        if skip > done:
+            what = f"the pass skips {_batches(done, skip)}"
+        else:
+            what = f"the pass repeats {_batches(skip, done)}"
+            self.leave()
+        messages.warn(
+            f"skip_first_batches(loader, {skip}) was called after accelerator.load_state, which had moved the loader "
+            f"to batch {done} of epoch {self.position['epoch']}, so {what}. Delete the call to continue after batch "
+            f"{done}."
+        )
 
 
 class FirstUse:
@@ -189,100 +199,3 @@ def _batches(after: int, to: int) -> str:
 def _reference(batch: Any) -> Callable[[], Any]:
     """Return a function that returns a batch's first tensor, or None once nothing else references the tensor."""
     return next((weakref.ref(tensor) for tensor in leaves(batch)), _nothing)
-
-
-def resumed(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[Any]:
-    """Return the batches of the first pass over a loader whose position was loaded."""
-    if loaded.by_script:
-        return _led_by_script(loader, loaded)
-    position, skip = loaded.position, loader._skip
-    done, next_epoch = position["batches"], loader._place.epoch
-    if skip not in (0, done, loaded.window_start or 0):
-        _tell_other_number(loaded, skip)
-        return loader._hand_out(*loader._begin(position["epoch"]))
-    if skip:
-        messages.info_once(
-            f"skip_first_batches(loader, {skip}) has no effect after accelerator.load_state, because the loader is "
-            f"already at batch {done} of epoch {position['epoch']} and continues there. Delete the call."
-        )
-    if position["last"] and not skip and next_epoch != position["epoch"]:
-        loader._finish(position)
-        one, batches = loader._begin(next_epoch)
-    else:
-        one, batches = loader._continue(position)
-    state, found = loader.gradient_state, loader._hand_out(one, batches)
-    if not done or not state.trains:
-        return found
-    loader._place.left_out = LeftOut(state, loaded, one)
-    return loader._place.left_out.watch(found)
-
-
-def _tell_other_number(loaded: LoadedPosition, skip: int) -> None:
-    """Warn that ``skip_first_batches`` skips to another batch than ``load_state``, so batches are lost or repeated."""
-    done = loaded.position["batches"]
-    if skip > done:
-        what = f"the pass skips {_batches(done, skip)}"
-    else:
-        what = f"the pass repeats {_batches(skip, done)}"
-        loaded.leave()
-    messages.warn(
-        f"skip_first_batches(loader, {skip}) was called after accelerator.load_state, which had moved the loader to "
-        f"batch {done} of epoch {loaded.position['epoch']}, so {what}. Delete the call to continue after batch {done}."
-    )
-
-
-def _led_by_script(loader: PreparedLoader, loaded: LoadedPosition) -> Generator[Any]:
-    """Return the first pass after a position was loaded, for a script that itself skips to the position."""
-    position, skip = loaded.position, loader._skip
-    if skip == position["batches"]:
-        loaded.arrive()
-        return loader._hand_out(*loader._continue(position))
-    if position["last"] and loader._place.epoch != position["epoch"]:
-        loader._finish(position)
-        return _unless_dropped(loader, loaded, *loader._begin(position["epoch"] + 1))
-    if skip > position["batches"]:
-        return loader._hand_out(*loader._begin(position["epoch"]))
-    return _up_to(loader, loaded, *loader._begin_again(position))
-
-
-def _up_to(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run a pass from its beginning. If the loop reaches the loaded position without training, resume there."""
-    use, done, begun = FirstUse(loader.gradient_state), loaded.position["batches"], one.done
-    batches = loader._hand_out(one, iterator)
-    try:
-        for batch in batches:
-            yield batch
-            if use.seen:
-                if one.done == begun + 1 and not begun:
-                    messages.info_once(
-                        f"The state was saved after batch {done} of epoch {one.epoch}, but the loop restarts that "
-                        "epoch, so it trains on the epoch's first batches twice. To continue at the saved position, "
-                        f"use accelerator.skip_first_batches(loader, {done})."
-                    )
-                break
-            if one.done == done:
-                batches.close()
-                loaded.arrive()
-                batches = loader._hand_out(*loader._continue(loaded.position))
-                break
-        yield from batches
-    finally:
-        batches.close()
-
-
-def _unless_dropped(loader: PreparedLoader, loaded: LoadedPosition, one: Pass, iterator: Any) -> Generator[Any]:
-    """Run the first pass after loading, if the saved pass was complete.
-
-    If the loop never trains in this pass, the loop has only skipped the saved pass, which then counts as finished.
-    """
-    use, batches = FirstUse(loader.gradient_state), loader._hand_out(one, iterator)
-    try:
-        for batch in batches:
-            yield batch
-            if use.seen:
-                break
-        else:
-            loader._finish(loaded.position)
-        yield from batches
-    finally:
-        batches.close()

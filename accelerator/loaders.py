@@ -32,7 +32,7 @@ from ..processes.seed import host_random_states, mixed, set_random_states
 from ..strategies.base import Strategy
 from .accumulation import GradientState
 from .dispatched_loader import Dispatched
-from .loader_positions import LoadedPosition, Pass, Place, resumed
+from .loader_positions import FirstUse, LeftOut, LoadedPosition, Pass, Place
 from .nested_tensors import rows_of
 from .random_seeds import share_random_state
 
@@ -203,7 +203,7 @@ class PreparedLoader(DataLoader[Any]):
         if place.left_out is not None:
             place.left_out.over()
         loaded, place.resume, place.left_out = place.resume, None, None
-        return self._hand_out(*self._begin(place.epoch)) if loaded is None else resumed(self, loaded)
+        return self._hand_out(*self._begin(place.epoch)) if loaded is None else self._resumed(loaded)
 
     def _begin(self, epoch: int) -> tuple[Pass, Iterator[Any]]:
         """Begin a pass, starting after the batches that ``skip_first_batches`` skips."""
@@ -488,6 +488,88 @@ class PreparedLoader(DataLoader[Any]):
         deque(iterator, maxlen=0)  # a sampler may draw random numbers at its end
         one.batches.close()
         self._place.current = None
+
+    # ---- the first pass after a position was loaded ----------------------------------------------------------------
+
+    def _resumed(self, loaded: LoadedPosition) -> Generator[Any]:
+        """Return the batches of the first pass after a position was loaded."""
+        if loaded.by_script:
+            return self._led_by_script(loaded)
+        position, skip, place = loaded.position, self._skip, self._place
+        done = position["batches"]
+        if skip not in (0, done, loaded.window_start or 0):
+            loaded.skipped_to(skip)
+            return self._hand_out(*self._begin(position["epoch"]))
+        if skip:
+            messages.info_once(
+                f"skip_first_batches(loader, {skip}) has no effect after accelerator.load_state, because the loader is "
+                f"already at batch {done} of epoch {position['epoch']} and continues there. Delete the call."
+            )
+        next_epoch = place.epoch
+        if position["last"] and not skip and next_epoch != position["epoch"]:
+            self._finish(position)
+            one, batches = self._begin(next_epoch)
+        else:
+            one, batches = self._continue(position)
+        found = self._hand_out(one, batches)
+        if not done or not self.gradient_state.trains:
+            return found
+        place.left_out = LeftOut(self.gradient_state, loaded, one)
+        return place.left_out.watch(found)
+
+    def _led_by_script(self, loaded: LoadedPosition) -> Generator[Any]:
+        """Return the first pass after a position was loaded, for a script that itself skips to the position."""
+        position, skip = loaded.position, self._skip
+        if skip == position["batches"]:
+            loaded.arrive()
+            return self._hand_out(*self._continue(position))
+        if position["last"] and self._place.epoch != position["epoch"]:
+            self._finish(position)
+            return self._unless_dropped(position, *self._begin(position["epoch"] + 1))
+        if skip > position["batches"]:
+            return self._hand_out(*self._begin(position["epoch"]))
+        return self._up_to(loaded, *self._begin_again(position))
+
+    def _up_to(self, loaded: LoadedPosition, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+        """Run a pass from its beginning. If the loop reaches the loaded position without training, resume there."""
+        use, done, begun = FirstUse(self.gradient_state), loaded.position["batches"], one.done
+        batches = self._hand_out(one, iterator)
+        try:
+            for batch in batches:
+                yield batch
+                if use.seen:
+                    if one.done == begun + 1 and not begun:
+                        messages.info_once(
+                            f"The state was saved after batch {done} of epoch {one.epoch}, but the loop restarts that "
+                            "epoch, so it trains on the epoch's first batches twice. To continue at the saved "
+                            f"position, use accelerator.skip_first_batches(loader, {done})."
+                        )
+                    break
+                if one.done == done:
+                    batches.close()
+                    loaded.arrive()
+                    batches = self._hand_out(*self._continue(loaded.position))
+                    break
+            yield from batches
+        finally:
+            batches.close()
+
+    def _unless_dropped(self, position: Mapping[str, Any], one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+        """Run the first pass after loading, if the saved pass was complete.
+
+        If the loop never trains in this pass, the loop has only skipped the saved pass, which then counts as finished.
+        """
+        use, batches = FirstUse(self.gradient_state), self._hand_out(one, iterator)
+        try:
+            for batch in batches:
+                yield batch
+                if use.seen:
+                    break
+            else:
+                self._finish(position)
+            yield from batches
+        finally:
+            batches.close()
 
 
 def prepare_data_loader(

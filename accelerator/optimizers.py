@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from .. import messages
 from ..strategies.base import Strategy
 from ..strategies.precision.base import Precision, parameters
 from .models import refuse_processes
@@ -226,7 +227,7 @@ def _refuse_scaler(accelerating: bool) -> None:
     Args:
         accelerating: whether gradients are accumulated or scaled; if so, a second scaler would corrupt the gradients.
     """
-    if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
+    if accelerating and next(islice(messages.call_stack(), 2, None)).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(
             "The script uses its own GradScaler on a prepared optimizer. Under mixed_precision='fp16', "
             "accelerator.backward already scales the loss, and optimizer.step() unscales the gradients. Delete the "

@@ -13,12 +13,12 @@ from uuid import uuid4
 
 from .. import messages
 from ..checkpoint import atomic_write, manifest, storage
+from ..checkpoint.checksums import sums
 from ..checkpoint.find import newest_valid
 from ..checkpoint.logger_positions import section_of
 from ..checkpoint.manifest import STATE
 from ..checkpoint.sharded_folder import together
 from ..checkpoint.storage import Location, Remote, location
-from ..checkpoint.verify import sums
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy

@@ -131,6 +131,9 @@ class Callback:
     If so, ``training_step`` may return None on some ranks, and no other check warns about a loss that is not finite.
     """
 
+    runs_in_trials: bool = False
+    """Whether a copy of this callback runs in the tuner's trials, for example to freeze layers in ``setup``."""
+
     _logs_in: TrainingModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

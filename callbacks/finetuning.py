@@ -43,6 +43,8 @@ class BaseFinetuning(Callback):
         ...             self.unfreeze_and_add_param_group(pl_module.encoder, optimizer, lr=1e-4)
     """
 
+    runs_in_trials = True
+
     def __init__(self) -> None:
         self._forget()
 

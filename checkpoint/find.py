@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from .. import messages
 from . import manifest
+from .checksums import problem
 from .manifest import FORMAT, Manifest
 from .read import read
 from .storage import Location, absolute, location
-from .verify import problem
 
 
 @dataclass(frozen=True)

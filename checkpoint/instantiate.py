@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
+from itertools import dropwhile, islice
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -118,9 +119,8 @@ class _Guard:
         self._thread = threading.get_ident()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and str(frame.f_globals.get("__name__")).startswith(("importlib", "_frozen_importlib")):
-            frame = frame.f_back
+        callers = islice(messages.call_stack(), 1, None)
+        frame = next(dropwhile(_imports, callers), None)
         if frame is None or threading.get_ident() != self._thread:
             return
         importer, root = str(frame.f_globals.get("__name__")), name.partition(".")[0]
@@ -128,6 +128,11 @@ class _Guard:
         if importer.partition(".")[0] == "jsonargparse" and not written:
             self.refused.append(name)
             raise ModuleNotFoundError(f"{name!r} has not been imported", name=name)
+
+
+def _imports(frame: FrameType) -> bool:
+    """Return True if a frame belongs to Python's import system."""
+    return str(frame.f_globals.get("__name__")).startswith(("importlib", "_frozen_importlib"))
 
 
 def _imported(path: str) -> Any:

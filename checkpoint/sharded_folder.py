@@ -29,9 +29,9 @@ from .. import messages
 from ..strategies.base import Strategy
 from ..torch_private import NAMES_IN_INDEX
 from . import atomic_write, manifest, single_file, storage
+from .checksums import folder_problem, sums
 from .manifest import CONTENTS
 from .storage import Location, Remote, location
-from .verify import folder_problem, sums
 
 T = TypeVar("T")
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from .. import messages
 from ..torch_private import storage_key
 from . import atomic_write, manifest, storage
+from .checksums import Problem, file_problem
 from .manifest import FORMAT
 from .objects import open_section
 from .pickled_code import CALLS, CREATES, REFERS, uses
 from .plain_data import plain
 from .storage import Location, Remote, location
-from .verify import Problem, file_problem
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import linecache
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,12 +38,10 @@ class Line(NamedTuple):
 
 def users_line() -> tuple[str, int] | None:
     """Return the innermost running line outside torch and the standard library; None if it belongs to Paceline."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in messages.call_stack():
         owner, is_own = messages.owner_of(frame), frame.f_globals.get("__package__") == __package__
         if owner != "library" and not is_own:
             return (frame.f_code.co_filename, frame.f_lineno) if owner == "user" else None
-        frame = frame.f_back
     return None
 
 

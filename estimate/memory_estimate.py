@@ -18,12 +18,11 @@ from ..data.batches import batch_size_of
 from ..strategies.base import SingleDevice, Strategy
 from ..strategies.choose import SEVERAL, named
 from ..strategies.ddp import DDPStrategy
-from ..strategies.distributed import DistributedStrategy
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.precision.choose import choose_precision
 from ..strategies.precision.mixed import MixedPrecision
 from ..strategies.precision.transformer_engine import TransformerEnginePrecision
-from .simulated_training import PHASES, Rehearsal, optimizers_of
+from .simulated_training import PHASES, NoLauncher, Rehearsal, optimizers_of
 
 if TYPE_CHECKING:
     from ..strategies.choose import StrategyName
@@ -174,8 +173,9 @@ def estimate_strategies(
                 partial(optimizers_of, asked=optimizer),
                 loss,
                 plan.activation_checkpointing,
+                min(accumulate_grad_batches, 2),
             )
-            _run(rehearsal, type(module).__name__, batch is not None, min(accumulate_grad_batches, 2))
+            _run(rehearsal, type(module).__name__, batch is not None)
         found.append(_read(run[plan.key], plan, processes, batch))
     return found
 
@@ -222,9 +222,8 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
     if checkpointing is not None:
         found.activation_checkpointing = checkpointing
     found.precision = chosen
-    DistributedStrategy.place(found, [device] * processes)
-    found._cluster = None  # otherwise the strategy would use this process's launcher
-    found._mesh_shape()
+    found.cluster_environment = NoLauncher()
+    found.place([device] * processes)
     return _SimulationPlan("fsdp_cpu_offload" if offload else "fsdp", found, None, by_name, offload=offload)
 
 
@@ -246,20 +245,20 @@ def _precision(asked: Any, device: torch.device) -> Precision:
     return found
 
 
-def _run(rehearsal: Rehearsal, owner: str, steps: bool, micro_batches: int) -> None:
+def _run(rehearsal: Rehearsal, owner: str, steps: bool) -> None:
     with rehearsal.running():
         rehearsal.set_up()
         if steps:
-            _train(rehearsal, owner, micro_batches)
+            _train(rehearsal, owner)
         else:
             rehearsal.update_alone()
 
 
-def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
+def _train(rehearsal: Rehearsal, owner: str) -> None:
     try:
         rehearsal.infer()
-        rehearsal.train(micro_batches)  # the optimizer state exists from here on
-        rehearsal.train(micro_batches)
+        rehearsal.train()  # the optimizer state exists from here on
+        rehearsal.train()
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise RuntimeError(

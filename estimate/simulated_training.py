@@ -14,15 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import messages
+from ..callbacks.base import Callback
 from ..processes.device_transfer import in_dtype
 from ..processes.devices import AcceleratorName, find_kind
+from ..processes.environments import LocalEnvironment
 from ..strategies.base import Strategy
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.fsdp.wrapping import checkpoint_activations, choose_blocks
 from ..torch_private import FakeTensorMode, fake_store, pytree
+from ..trainer.hooks import HookTable
+from ..trainer.loss import LossReader
 from ..trainer.module import TrainingModule
 from ..trainer.optimizers import configure
-from ..trainer.step import clear_gradients
+from ..trainer.run import Run
+from ..trainer.step import ManualStep, TrainStep, clear_gradients
 from ..trainer.trainer import Trainer
 from .tensor_lifetimes import Ledger
 
@@ -31,6 +36,13 @@ if TYPE_CHECKING:
 
 #: The phases of training. Memory used in these phases counts toward the training peak.
 PHASES = ("forward", "backward", "optimizer step")
+
+
+class NoLauncher(LocalEnvironment):
+    """Makes this process the first of those that it would start itself, even if a launcher started it."""
+
+    def cluster(self, num_devices: int, num_nodes: int) -> None:
+        return None
 
 
 class Copier:
@@ -80,7 +92,7 @@ class Copier:
 
 
 class Rehearsal:
-    """Trains a copy of a module on one batch without allocating memory.
+    """Trains a copy of a module on one batch without allocating memory, with the steps that a Trainer takes.
 
     Args:
         batch: one process's batch; if None, no steps are run.
@@ -88,6 +100,10 @@ class Rehearsal:
         optimizer: function that creates the optimizers from the copied module.
         loss: ``loss(module, batch)``; None means :func:`loss_of`.
         activation_checkpointing: same as for ``FSDPStrategy``.
+        micro_batches: number of micro-batches per update.
+
+    Attributes:
+        output: the latest output of the step in a window, which stays in memory while the next forward runs.
     """
 
     def __init__(
@@ -98,6 +114,7 @@ class Rehearsal:
         optimizer: Callable[[nn.Module], list[Optimizer]],
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         activation_checkpointing: Any = None,
+        micro_batches: int = 1,
     ) -> None:
         self.mode, self.ledger, self.strategy = FakeTensorMode(allow_non_fake_inputs=True), Ledger(), strategy
         dtype = getattr(strategy.precision, "input_dtype", None)
@@ -107,7 +124,8 @@ class Rehearsal:
         self.make_optimizers = optimizer
         self.loss = loss
         self.activation_checkpointing = activation_checkpointing
-        self.optimizers: list[Optimizer] = []
+        self.micro_batches = micro_batches
+        self.output: Any = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -117,7 +135,7 @@ class Rehearsal:
             yield
 
     def set_up(self) -> None:
-        """Set up the module with the strategy, and create the optimizers."""
+        """Set up the module with the strategy, and create the optimizers and the step."""
         ledger = self.ledger
         if self.activation_checkpointing not in (None, False) and not self.strategy.communicates_forward:
             policy = self.activation_checkpointing
@@ -130,35 +148,44 @@ class Rehearsal:
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
-        self._attach()
-        self.optimizers = self.strategy.setup_optimizers(self.make_optimizers(self.module))
-        if isinstance(self.module, TrainingModule) and self.module._trainer is not None:
-            self.module._trainer.optimizers = self.optimizers
-        for optimizer in self.optimizers:
+        run = self.run = self._run()
+        run.optimizers = self.strategy.setup_optimizers(self.make_optimizers(self.module))
+        for optimizer in run.optimizers:
             _choose_kernels(optimizer, self.strategy.device)
         ledger.guessed = False  # values compared between processes do not affect memory
-        step = self.strategy.bind_step(self._step(), self.module, training=True)
-        self.step = lambda: step(self.batch, 0)
-        self.ledger.begin("ready")
+        self.forward = self.strategy.bind_step(self._step(), self.module, training=True)
+        losses = LossReader(self.module, self.strategy)
+        self.update_step = TrainStep(run, self._forward, losses)
+        self.step = self.update_step if self.automatic else ManualStep(run, self._forward)
+        ledger.begin("ready")
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.ledger.claim([parameter.grad], "gradients")
 
-    def _attach(self) -> None:
-        """Attach a TrainingModule to a Trainer, and turn off the module's logging."""
-        module = self.module
-        if not isinstance(module, TrainingModule):
-            return
-        kind = cast(AcceleratorName, find_kind(self.strategy.device.type))
-        trainer = Trainer(max_steps=1000, max_epochs=-1, barebones=True, accelerator=kind, devices=1)
+    def _run(self) -> Run:
+        """Create the run of a Trainer to which the steps belong, and turn off a TrainingModule's logging."""
+        own = self.module if isinstance(self.module, TrainingModule) else None
+        trainer = Trainer(
+            max_steps=1000,
+            max_epochs=-1,
+            barebones=True,
+            accelerator=cast(AcceleratorName, "cpu" if own is None else find_kind(self.strategy.device.type)),
+            devices=1,
+            plugins=[NoLauncher()],
+            accumulate_grad_batches=self.micro_batches,
+        )
         trainer.strategy = self.strategy
-        trainer.current_run.hooks = _NoHooks()  # type: ignore[assignment]
-        trainer.current_run.module = module
-        module.trainer = trainer
-        for one in module.modules():
-            if isinstance(one, TrainingModule):
-                vars(one).update(log=_nothing, log_dict=_nothing)
+        run = trainer.current_run = Run(trainer)
+        run.module, run.model = TrainingModule() if own is None else own, self.module
+        phases = [_Phases(self)] if self.automatic or self.batch is None else []  # a manual step runs as one phase
+        run.hooks = HookTable(trainer, TrainingModule(), phases, None)
+        if own is not None:
+            own.trainer = trainer
+            for one in own.modules():
+                if isinstance(one, TrainingModule):
+                    vars(one).update(log=_nothing, log_dict=_nothing)
+        return run
 
     def _step(self) -> Callable[..., Any]:
         module = self.module
@@ -167,6 +194,17 @@ class Rehearsal:
         if isinstance(module, TrainingModule):
             return partial(_call_step, module.training_step)
         return lambda batch, batch_idx: loss_of(call(module, batch))
+
+    def _forward(self, batch: Any, batch_idx: int) -> Any:
+        self.ledger.begin("forward")
+        output = self.output = self.forward(batch, batch_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self.automatic and not isinstance(loss, Tensor):
+            raise TypeError(
+                f"{type(self.module).__name__}: the step returned {messages.a(loss)} instead of a loss. Return a "
+                "tensor, or a dict with a tensor under 'loss'."
+            )
+        return {**output, "num_items": None} if isinstance(output, Mapping) else output  # weights need no memory
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -182,49 +220,20 @@ class Rehearsal:
         self.ledger.begin("inference")
         self.module.eval()
         with torch.no_grad():
-            self.step()
+            self.forward(self.batch, 0)
         self.module.train()
         self.ledger.begin("between")
 
-    def train(self, micro_batches: int = 1) -> None:
-        """Run one window of micro-batches and then the update, as :class:`~.step.TrainStep` does."""
-        automatic = self.automatic
-        for number in range(micro_batches):
-            self.strategy.sync_gradients(number + 1 == micro_batches)
-            self.ledger.begin("forward")
-            output = self.step()
-            if not automatic:  # the step has run backward and the update itself
-                continue
-            self.ledger.claim_living("forward", "activations")
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            if not isinstance(loss, Tensor):
-                raise TypeError(
-                    f"{type(self.module).__name__}: the step returned {messages.a(loss)} instead of a loss. Return a "
-                    "tensor, or a dict with a tensor under 'loss'."
-                )
-            self.ledger.begin("backward")
-            self.strategy.backward(loss)
-            for parameter in self.module.parameters():
-                self._note_gradient(parameter)
-        self.update(automatic)
-
-    def update(self, automatic: bool = True) -> None:
-        """Run the optimizer step and clear the gradients."""
-        self.ledger.begin("optimizer step")
-        for optimizer in self.optimizers:
-            if automatic:
-                self.strategy.optimizer_step(optimizer)
-            self.ledger.claim(self.states(), "optimizer")
-        for optimizer in self.optimizers:
-            clear_gradients(optimizer)
+    def train(self) -> None:
+        """Run one window of micro-batches and the update."""
+        for _ in range(self.micro_batches):
+            self.step(self.batch, 0)
+        self.output = None
+        if not self.automatic:  # the step has run backward and the update itself
+            self.ledger.begin("optimizer step")
+            self.claim_states()
+            clear_gradients(self.run.joint.optimizer)
         self.ledger.begin("between")
-
-    def states(self) -> list[Tensor]:
-        """Return the tensors in the optimizers' state."""
-        states = [optimizer.state for optimizer in self.optimizers]
-        return [
-            value for state in states for value in pytree.tree_leaves(list(state.values())) if isinstance(value, Tensor)
-        ]
 
     def update_alone(self) -> None:
         """Run an update with zero gradients, without a backward pass."""
@@ -233,7 +242,40 @@ class Rehearsal:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
                 self._note_gradient(parameter)
-        self.update()
+        self.run.state.window = self.micro_batches
+        self.update_step.update()
+        self.ledger.begin("between")
+
+    def claim_gradients(self) -> None:
+        """Record the gradients."""
+        for parameter in self.module.parameters():
+            self._note_gradient(parameter)
+
+    def claim_states(self) -> None:
+        """Record the tensors in the optimizers' state."""
+        for optimizer in self.run.optimizers:
+            values = pytree.tree_leaves(list(optimizer.state.values()))
+            self.ledger.claim((value for value in values if isinstance(value, Tensor)), "optimizer")
+
+
+class _Phases(Callback):
+    """Marks the phases of an automatic step."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal, self.ledger = rehearsal, rehearsal.ledger
+
+    def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
+        self.ledger.claim_living("forward", "activations")
+        self.ledger.begin("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self.rehearsal.claim_gradients()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
+        self.ledger.begin("optimizer step")
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
+        self.rehearsal.claim_states()
 
 
 def call(module: nn.Module, batch: Any) -> Any:
@@ -269,7 +311,7 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
         )
     dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=fake_store())
     try:
-        strategy._mesh()
+        strategy.sharding_mesh()
         yield
     finally:
         dist.destroy_process_group()
@@ -305,10 +347,3 @@ def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing. This function is called in place of ``self.log``."""
-
-
-class _NoHooks:
-    """A hook table without callbacks."""
-
-    def __getattr__(self, name: str) -> tuple[()]:
-        return ()

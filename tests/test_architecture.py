@@ -50,7 +50,7 @@ ARROWS = {
         "devices",
     },
     "utilities": {"trainer", "data", "callbacks", "checkpoint", "strategies", "big_model", "processes"},
-    "estimate": {"trainer", "data", "strategies", "processes"},
+    "estimate": {"trainer", "data", "callbacks", "strategies", "processes"},
     "tuner": {"devices", "trainer", "memory", "data", "callbacks", "checkpoint", "strategies", "processes", "loggers"},
     "trainer": {
         "doctor",

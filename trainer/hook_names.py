@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+from itertools import dropwhile
 
 from ..callbacks.base import HOOKS, OTHER_METHODS
-from ..messages import owner_of
+from ..messages import call_stack, owner_of
 
 _LOADERS_AND_TRANSFERS = (
     *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
@@ -50,11 +50,10 @@ _CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
 
 def calling_hook() -> str:
     """Return the name of the user's hook or step on the call stack; empty if there is none."""
-    frame = sys._getframe(1)
-    while frame is not None and owner_of(frame) == "package":  # self.log and the functions that it calls
-        frame = frame.f_back
-    while frame is not None and owner_of(frame) != "package":
+    # The innermost frames are self.log and the functions that it calls.
+    for frame in dropwhile(lambda frame: owner_of(frame) == "package", call_stack()):
+        if owner_of(frame) == "package":
+            break
         if frame.f_code.co_name in _CALLED:
             return frame.f_code.co_name
-        frame = frame.f_back
     return ""

@@ -258,9 +258,11 @@ class FitLoop:
         # Is the last batch padding on this rank, run only so that the other ranks do not wait for its gradients?
         empty = self.run.source.last_share == 0.0
         step = choose_step(
-            self.run, without_last_items(self.state, self.forward) if empty else self.forward, self.losses
+            self.run,
+            without_last_items(self.state, self.forward) if empty else self.forward,
+            self.losses,
+            self.manual_step_check,
         )
-        self.manual_step_check.watch(step)
         step = EmptyLastStep(step) if empty else step
         return IteratorStep(step) if self.takes_iterator else step
 

@@ -48,7 +48,8 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
 class ManualStepCheck:
     """Raises if the user's code steps one of the fit's optimizers during the first :data:`UPDATES` updates.
 
-    The wrapped optimizers from ``self.optimizers()`` raise in later updates, too.
+    The wrapped optimizers from ``self.optimizers()`` raise in later updates, too. The step says when an update begins
+    and when it has ended.
     """
 
     def __init__(self, run: Run) -> None:
@@ -56,12 +57,12 @@ class ManualStepCheck:
         self.updates_left = UPDATES
         self._hooks: list[Any] = []
 
-    def watch(self, step: Any) -> None:
-        """Watch an epoch's updates if they are among the fit's first :data:`UPDATES` updates."""
+    def watch(self) -> bool:
+        """Watch an epoch's updates; return False if the fit has had its first :data:`UPDATES` updates."""
         self.unwatch()
-        if not self.updates_left or not hasattr(step, "UPDATE"):
-            return
-        managed, update = self.run.joint, getattr(step, step.UPDATE)
+        if not self.updates_left:
+            return False
+        managed = self._managed = self.run.joint
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # If an error ends a fit before its first updates, this hook stays on the optimizer.
@@ -69,18 +70,21 @@ class ManualStepCheck:
             if fit is not None and fit.manual_step_check is self and self.run.trainer.training and not managed.expected:
                 raise stepped(self.run.module)
 
-        def counted(*args: Any) -> None:
-            managed.expected = True
-            update(*args)
-            managed.expected = False
-            self.updates_left -= 1
-            if not self.updates_left:
-                self.unwatch()
-                setattr(step, step.UPDATE, update)
-
         watched = filter(takes_step_hooks, self.run.optimizers)
         self._hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in watched]
-        setattr(step, step.UPDATE, counted)
+        return True
+
+    def begin_update(self) -> None:
+        """Expect the trainer's own steps."""
+        self._managed.expected = True
+
+    def end_update(self) -> bool:
+        """Count an update; return False if it was the last one to watch."""
+        self._managed.expected = False
+        self.updates_left -= 1
+        if not self.updates_left:
+            self.unwatch()
+        return self.updates_left > 0
 
     def unwatch(self) -> None:
         """Stop watching until the next epoch, because code between epochs, such as a tuner, may step the optimizer."""

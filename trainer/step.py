@@ -20,7 +20,7 @@ from ..strategies.precision.base import BACKWARD
 from .hooks import method_of, overridden, takes
 from .joint_optimizer import needs_closure
 from .loss import LossReader
-from .manual_step_check import second_backward
+from .manual_step_check import ManualStepCheck, second_backward
 from .module import TrainingModule
 from .profiling import by_module
 
@@ -78,14 +78,15 @@ class TrainStep(ManualStep):
         clear: clears an optimizer's gradients.
         clearing: the ``on_before_zero_grad`` hooks and ``clear``, each called with the optimizer.
         after_step: the functions called with the optimizer after each of its steps; the same as ``clearing``.
+        check: raises if the user's code steps the optimizer between updates; None in all but a fit's first updates.
     """
 
-    #: The name of the method that runs an update; :class:`.ManualStepCheck` wraps it to count the updates.
-    UPDATE = "update"
-
-    def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
+    def __init__(
+        self, run: Run, forward: Callable[..., Any], losses: LossReader, check: ManualStepCheck | None = None
+    ) -> None:
         super().__init__(run, forward)
         self.losses = losses
+        self.check = check if check is not None and check.watch() else None
         module, hooks, strategy = run.module, run.hooks, run.strategy
         self.optimizer: Optimizer = run.joint.optimizer
         self.accumulate = run.trainer.accumulate_grad_batches
@@ -186,7 +187,9 @@ class TrainStep(ManualStep):
 
     def update(self) -> None:
         """Unscale and clip the gradients, step the optimizer and clear the gradients."""
-        optimizer, state = self.optimizer, self.state
+        optimizer, state, check = self.optimizer, self.state, self.check
+        if check is not None:
+            check.begin_update()
         self.complete()
         stepped = self.take(optimizer)  # False if fp16 found an overflow
         for hook in self.after_step:
@@ -196,6 +199,8 @@ class TrainStep(ManualStep):
             state.stepped = True
             state.global_step += 1
             state.updates += 1
+        if check is not None and not check.end_update():
+            self.check = None
 
     def complete(self) -> None:
         """Finish the gradients: unscale them, divide them by the actual size of the window, and clip them."""
@@ -217,10 +222,10 @@ class ClosureStep(TrainStep):
     window's earlier micro-batches; further calls (by LBFGS) start from cleared gradients.
     """
 
-    UPDATE = "step_through_module"
-
-    def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
-        super().__init__(run, forward, losses)
+    def __init__(
+        self, run: Run, forward: Callable[..., Any], losses: LossReader, check: ManualStepCheck | None = None
+    ) -> None:
+        super().__init__(run, forward, losses, check)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             self.refuse(
                 f"Trainer(accumulate_grad_batches={self.accumulate}) does not work with LBFGS, because LBFGS "
@@ -298,6 +303,8 @@ class ClosureStep(TrainStep):
             for hook in self.after_step:
                 hook(self.optimizer)
             state.window = 0
+        if self.check is not None and not self.check.end_update():
+            self.check = None
 
     def finish_window(self) -> None:
         if self.state.window:
@@ -371,8 +378,10 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
-    """Choose the step for this module and its optimizers.
+def choose_step(
+    run: Run, forward: Callable[..., Any], losses: LossReader, check: ManualStepCheck | None = None
+) -> ManualStep:
+    """Choose the step for this module and its optimizers; a step of automatic optimization uses ``check``.
 
     Called in every epoch, because callbacks may change the accumulation.
     """
@@ -383,7 +392,7 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
         return ManualStep(run, forward)
     own = overridden(module, "optimizer_step", TrainingModule) is not None or run.strategy.precision.needs_closure
     closed = own or needs_closure(run.joint.optimizer)
-    return (ClosureStep if closed else TrainStep)(run, forward, losses)
+    return (ClosureStep if closed else TrainStep)(run, forward, losses, check)
 
 
 def detached(output: Any) -> dict[str, Any] | None:

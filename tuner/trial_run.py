@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from .. import messages
 from ..callbacks.base import accumulation_of
-from ..callbacks.finetuning import BaseFinetuning
 from ..data.combined_loader import CombinedLoader
 from ..data.loaders import eval_loaders, leaves_of, replaced, train_loader
 from ..loggers.base import DummyLogger
@@ -26,7 +25,7 @@ from ..trainer.run import Run
 from ..trainer.start_run import attach, bind_hooks, end_logging, find_module, settle_max_epochs
 from ..trainer.state import Pending, RunState
 from ..trainer.torch_settings import numerics
-from .restore import SavedState
+from .saved_state import SavedState
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -57,7 +56,7 @@ def run_separately(
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
     run = _own_run(trainer, request)
     run.trainer.brought_callbacks = (module, [], [])  # its callbacks are not called
-    kept = _kept_around(trainer, request, module)
+    kept = _kept_around(strategy, request, module)
     run.state.begin(request.fn)
     failed = True
     try:
@@ -99,10 +98,10 @@ def show(trainer: Trainer, request: Request, source: DataSource | None = None) -
     end_logging(run)
 
 
-def _kept_around(trainer: Trainer, request: Request, module: Any) -> SavedState:
+def _kept_around(strategy: Strategy, request: Request, module: Any) -> SavedState:
     kept = SavedState()
-    kept.random(trainer.strategy.device)
-    if not trainer.strategy.communicates_forward:
+    kept.random(strategy.device)
+    if not strategy.communicates_forward:
         kept.keep(module)
     data = request.datamodule
     for given in request.loaders.values():
@@ -117,7 +116,7 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
     double = copy.copy(trainer)
     double.profiler = check_profiler(None)
     double.loggers = [DummyLogger()] if trainer.loggers else []
-    double.callbacks = [copy.deepcopy(c) for c in trainer.callbacks if isinstance(c, BaseFinetuning)]
+    double.callbacks = [copy.deepcopy(callback) for callback in trainer.callbacks if callback.runs_in_trials]
     batches = accumulation_of(trainer.callbacks, trainer.state.epoch)
     double.accumulate_grad_batches = batches or trainer.accumulate_grad_batches
     double.state = RunState()

@@ -14,14 +14,13 @@ from .lr_range_test import LRFinder, RangeTest, change_rates, check, shares_of
 
 if TYPE_CHECKING:
     from ..trainer.run import Run
-    from ..trainer.trainer import Trainer
 
 
-def is_dry(trainer: Trainer, what: str) -> bool:
+def is_dry(fast_dev_run: bool | int, what: str) -> bool:
     """Return True in a dry run, after reporting that the search is skipped."""
-    if trainer.fast_dev_run:
+    if fast_dev_run:
         messages.info_once(f"{what} search is skipped in a dry run (fast_dev_run).")
-    return bool(trainer.fast_dev_run)
+    return bool(fast_dev_run)
 
 
 def take_lr(found: LRFinder, places: list[TunedAttribute]) -> float | None:
@@ -132,7 +131,7 @@ def _put_size(run: Run, places: list[TunedAttribute], given: Any, decided: Batch
 
 def find_lr(run: Run, settings: Mapping[str, Any], update_attr: bool, attr_name: str) -> LRFinder | None:
     """Run a range test and continue training with the suggested learning rate."""
-    if is_dry(run.trainer, "The learning rate"):
+    if is_dry(run.trainer.fast_dev_run, "The learning rate"):
         return None
     places = lr_places(run.module, run.datamodule, attr_name) if update_attr else []
     initial = places[0].get() if places else None
@@ -151,7 +150,7 @@ def find_lr(run: Run, settings: Mapping[str, Any], update_attr: bool, attr_name:
 
 def find_size(run: Run, settings: Mapping[str, Any], name: str, effective_batch: Any, method: Any) -> Any:
     """Find the largest batch size that fits and continue with it; return (batch size, accumulation, trials)."""
-    if is_dry(run.trainer, "The batch size"):
+    if is_dry(run.trainer.fast_dev_run, "The batch size"):
         return None
     locate = SizePlaces(name, method)
     given, world = run.source.given.get(stage_of(method)), run.strategy.num_data_ranks

@@ -115,7 +115,7 @@ class Tuner:
         module = find_module(self.trainer.current_run, request)[0]
         places = lr_places(module, request.datamodule, attr_name) if update_attr else []
         test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold, attr_name if update_attr else None)
-        if is_dry(self.trainer, "The learning rate"):
+        if is_dry(self.trainer.fast_dev_run, "The learning rate"):
             return LRFinder(mode, min_lr, max_lr, num_training)
         found: LRFinder = self._run(request, test, lambda run, _: run.source.train())
         if update_attr:
@@ -186,7 +186,7 @@ class Tuner:
         effective = effective_now(trainer.current_run, places, given, wanted, world)
         plan(1, effective, world)
         search = SizeSearch(locate, method, mode, steps_per_trial, init_val, max_trials, margin, max_val)
-        if is_dry(self.trainer, "The batch size"):
+        if is_dry(self.trainer.fast_dev_run, "The batch size"):
             return None
 
         def load(run: Run, found: SizeSearchResult) -> None:

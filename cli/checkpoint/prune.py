@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ... import messages
 from ...checkpoint.atomic_write import sync_folder
+from ...checkpoint.checksums import problem
 from ...checkpoint.storage import Location, location, remove
-from ...checkpoint.verify import problem
 from .select import FoundCheckpoint, checkpoints
 
 

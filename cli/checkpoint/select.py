@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...checkpoint import manifest
+from ...checkpoint.checksums import folder_problem
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.storage import Location, Remote, location
-from ...checkpoint.verify import folder_problem
 
 #: Levels of subfolders to search: name/version_N/checkpoints, plus one level from a file name template.
 DEPTH = 4

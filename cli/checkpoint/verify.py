@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from ... import messages
-from ...checkpoint.verify import problem
+from ...checkpoint.checksums import problem
 from .select import checkpoints
 
 

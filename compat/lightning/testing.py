@@ -27,7 +27,7 @@ _PACKAGES = {
 }
 
 #: Callback attributes that Lightning does not have.
-_ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_last", "skips_together")
+_ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_in_trials", "runs_last", "skips_together")
 
 
 def is_logger(value: Any) -> bool:

@@ -204,7 +204,8 @@ class FSDPStrategy(DistributedStrategy):
         replicate, shard = divmod(self.global_rank, self._mesh_shape()[-1])
         return {"dp_replicate": replicate, "dp_shard": shard}.get(axis, 0)
 
-    def _mesh(self) -> DeviceMesh:
+    def sharding_mesh(self) -> DeviceMesh:
+        """Return the mesh of the processes across which parameters are sharded, creating it at the first call."""
         if self.device_mesh is None:
             shape = self._mesh_shape()
             self.device_mesh = init_device_mesh(
@@ -213,7 +214,7 @@ class FSDPStrategy(DistributedStrategy):
         return self.device_mesh
 
     def for_another_module(self) -> Self:
-        self._mesh()  # all modules share the mesh, so create it first
+        self.sharding_mesh()  # all modules share the mesh, so create it first
         return super().for_another_module()
 
     # ---- placement: the module in shards -----------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class FSDPStrategy(DistributedStrategy):
         self.waiting = Waiting()
         self._holder = vars(module).get(HOLDER)
         settings = (
-            self._mesh(),
+            self.sharding_mesh(),
             self.wrap,
             self.reshard_after_forward,
             self.mixed_precision,
@@ -334,7 +335,7 @@ class FSDPStrategy(DistributedStrategy):
         self._give_rank_zeros_values(part, whole if part is not self._holder else ())
         fully_shard(
             part,
-            mesh=self._mesh(),
+            mesh=self.sharding_mesh(),
             reshard_after_forward=reshard,
             mp_policy=self.mixed_precision or MixedPrecisionPolicy(cast_forward_inputs=False),
             offload_policy=self.offload,
@@ -484,7 +485,7 @@ class FSDPStrategy(DistributedStrategy):
         """Average the gradients of ignored parameters, if FSDP has reduced the gradients of the other parameters."""
         if self._synced and self.world_size > 1:
             whole = dict.fromkeys(parameter for module in self._ignored for parameter in module.parameters())
-            sharded_tensors.average_gradients([p for p in whole if p.requires_grad], self._mesh())
+            sharded_tensors.average_gradients([p for p in whole if p.requires_grad], self.sharding_mesh())
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -537,7 +538,7 @@ class FSDPStrategy(DistributedStrategy):
             self._in_parts = False
 
     def room_for(self, empty: Tensor) -> Tensor:
-        mesh = self._mesh()
+        mesh = self.sharding_mesh()
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return dtensor_empty(*empty.shape, dtype=empty.dtype, device_mesh=mesh, placements=placements)
 

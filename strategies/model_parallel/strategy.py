@@ -178,7 +178,7 @@ class ModelParallelStrategy(FSDPStrategy):
             kind = SplitBatches if self.context_dims == "loader" else SplitSequences
             self._sequences = kind(self.mesh["cp"], self.context_dims)  # type: ignore[arg-type]
 
-    def _mesh(self) -> DeviceMesh:
+    def sharding_mesh(self) -> DeviceMesh:
         """Return the mesh of the processes across which parameters are sharded."""
         return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
 

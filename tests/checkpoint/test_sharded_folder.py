@@ -23,8 +23,8 @@ from paceline import Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 from paceline.checkpoint import atomic_write, manifest
 from paceline.checkpoint.atomic_write import take_place
+from paceline.checkpoint.checksums import sums
 from paceline.checkpoint.read import read
-from paceline.checkpoint.verify import sums
 from paceline.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 EXACT = 1e-11

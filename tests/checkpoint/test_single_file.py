@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import single_file
-from paceline.checkpoint.verify import problem
+from paceline.checkpoint.checksums import problem
 from paceline.loggers import CSVLogger
 
 

@@ -7,7 +7,7 @@ import os
 import resource
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -168,6 +168,30 @@ def test_manual_optimization_is_followed() -> None:
     by_hand, alone = estimate_memory(ByHand(), torch.empty(512, 512)), estimate_memory(Net(), torch.empty(512, 512))
     assert by_hand.training == pytest.approx(alone.training, rel=0.02)
     assert by_hand.optimizer == alone.optimizer
+
+
+def test_the_step_is_the_one_that_a_trainer_takes() -> None:
+    class Own(Net):
+        called: ClassVar[list[str]] = []
+
+        def backward(self, loss: torch.Tensor) -> None:
+            self.called.append("backward")
+            loss.backward()
+
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.called.append("clipping")
+
+    own, plain = Own(width=64), Net(width=64)
+    found = estimate_memory(own, torch.empty(4, 64), accumulate_grad_batches=2)
+    assert found == estimate_memory(plain, torch.empty(4, 64), accumulate_grad_batches=2)
+    assert Own.called == ["backward", "backward", "clipping"] * 2
+
+    class Detached(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx).detach()
+
+    with pytest.raises(RuntimeError, match=r"Detached\.training_step returned a loss that does not require gradients"):
+        estimate_memory(Detached(width=64), torch.empty(4, 64))
 
 
 @pytest.mark.parametrize(

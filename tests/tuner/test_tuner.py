@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -196,6 +196,31 @@ def test_nothing_is_logged_saved_or_called(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*"))
     assert_same(dict(module.state_dict()), before)
     assert trainer.state.global_step == 0
+
+
+def test_a_copy_of_a_callback_that_runs_in_trials_prepares_the_module() -> None:
+    from paceline import Callback
+
+    class Freezes(Callback):
+        runs_in_trials = True
+        met: ClassVar[list[Callback]] = []
+
+        def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+            self.met.append(self)
+            pl_module.layer.bias.requires_grad_(False)
+
+    class Watched(TinyModule):
+        trains_bias: ClassVar[set[bool]] = set()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trains_bias.add(self.layer.bias.requires_grad)
+            return super().training_step(batch, batch_idx)
+
+    callback, module = Freezes(), Watched()
+    Tuner(Trainer(**QUIET, callbacks=[callback], max_steps=1)).lr_find(module, tiny_loader(8), num_training=5)
+    assert Watched.trains_bias == {False}
+    assert len(Freezes.met) == 1
+    assert callback not in Freezes.met
 
 
 class SetUpData(DataModule):
