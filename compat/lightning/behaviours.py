@@ -235,7 +235,7 @@ def _replace_methods() -> None:
     from ...trainer.state import RunState
     from ...trainer.step import ClosureStep, FreeStep, ManualStep, TrainStep
     from ...trainer.trainer import Trainer
-    from . import plugins
+    from . import lenient, plugins
 
     placed: Any = Trainer._place
     values: Any = Trainer.logged_metrics
@@ -247,6 +247,7 @@ def _replace_methods() -> None:
 
     replacements: dict[tuple[type, str], Any] = {
         (AttributeDict, "__repr__"): hparams_text,
+        (ClosureStep, "__init__"): _counting_unstepped(ClosureStep.__init__),
         (ClosureStep, "refuse"): lambda step, why: messages.warn(why),
         (ClosureStep, "restart"): lambda step: step.clear(step.optimizer) if step.state.window else None,
         (DataModule, "__str__"): datamodule_text,
@@ -276,7 +277,9 @@ def _replace_methods() -> None:
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     trainer.show_results = print_results
     loop.choose_step = _clearing_first(loop.choose_step)
-    arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
+    arguments.check_overfitting = lenient.overfitting_wins(arguments.check_overfitting)
+    arguments.check_range = lenient.maximum_wins(arguments.check_range)
+    arguments.check_clipping = lenient.clipping_needs_a_value(arguments.check_clipping)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
     setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
@@ -313,20 +316,6 @@ def _refuse_more_epochs(report_finished: Callable[[Any], None]) -> Callable[[Any
         report_finished(loop)
 
     return say
-
-
-def _overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``check`` to warn about limits that ``overfit_batches`` replaces."""
-
-    def warn(overfit_batches: Any, **limits: Any) -> None:
-        check(overfit_batches, fast_dev_run=limits.pop("fast_dev_run"))
-        for name, value in limits.items() if overfit_batches else ():
-            if value:
-                messages.warn(
-                    f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}. Pass only one of them."
-                )
-
-    return warn
 
 
 def _ordered(order: Callable[[list[Any]], list[Any]], callbacks: list[Any]) -> list[Any]:
@@ -417,6 +406,25 @@ def _counting_batches(step: Callable[..., Any]) -> Callable[..., Any]:
             one.state.stepped = True
             one.state.updates += 1
         return output
+
+    return call
+
+
+def _counting_unstepped(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of a step to count an ``optimizer_step`` of the module that only ran the closure."""
+
+    def call(one: Any, *args: Any) -> None:
+        init(one, *args)
+        state, managed, step = one.state, one.managed, one.optimizer_step
+
+        def count(*arguments: Any) -> None:
+            step(*arguments)
+            if state.window and managed.stepped_at != state.batches:
+                managed.stepped_at, state.stepped = state.batches, True
+                state.global_step += 1
+                state.updates += 1
+
+        one.optimizer_step = count
 
     return call
 

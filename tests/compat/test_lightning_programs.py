@@ -1,0 +1,104 @@
+"""Details of programs written for Lightning that run on Paceline: each program prints what it prints there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import paceline
+
+ROOT = str(Path(paceline.__file__).absolute().parent.parent)
+
+START = """
+import os
+import lightning.pytorch as pl
+import torch
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).pow(2).mean()
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 1.0)
+    def predict_step(self, batch, batch_idx):
+        return batch.sum()
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.1)
+
+def trainer(**arguments):
+    off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    return pl.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **off, **arguments})
+
+def loader(batches):
+    return DataLoader(torch.ones(batches, 4))
+"""
+
+
+CONTRADICTIONS = """
+for arguments in (
+    {"max_epochs": 2, "min_epochs": 5},
+    {"max_steps": 3, "min_epochs": 2},
+    {"max_steps": 3, "min_steps": 4},
+    {"gradient_clip_algorithm": "value"},
+):
+    one = trainer(**arguments)
+    one.fit(Net(), loader(4))
+    print(one.global_step)
+"""
+
+VALIDATIONS = """
+class Validates(Net):
+    def on_validation_start(self):
+        print(self.global_step)
+
+trainer(check_val_every_n_epoch=None, max_epochs=2, num_sanity_val_steps=0).fit(Validates(), loader(4), loader(1))
+"""
+
+WITHOUT_A_STEP = """
+class Skips(Net):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+    def configure_optimizers(self):
+        optimizer = SGD(self.parameters(), lr=1.0)
+        return [optimizer], {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}
+
+for arguments in ({}, {"accumulate_grad_batches": 2}, {"max_steps": 2}):
+    one = trainer(**arguments)
+    one.fit(Skips(), loader(5))
+    print(one.global_step, one.optimizers[0].param_groups[0]["lr"])
+"""
+
+#: Programs, and the lines that each prints under Lightning.
+PROGRAMS = {
+    "a minimum above the maximum, clipping without a value": (CONTRADICTIONS, ["8", "3", "3", "4"]),
+    "validation by batches without an interval": (VALIDATIONS, ["4", "8"]),
+    "an optimizer_step that does not step": (WITHOUT_A_STEP, ["5 0.03125", "3 0.125", "2 0.25"]),
+}
+
+
+def test_programs_print_what_they_print_there(tmp_path: Path) -> None:
+    text = START + "".join(f"\nprint('== {name}')\n{program}" for name, (program, _) in PROGRAMS.items())
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.compat", "lightning", "-c", text],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("== "):
+            lines = printed[line[3:]] = []
+        else:
+            lines.append(line)
+    assert printed == {name: lines for name, (_, lines) in PROGRAMS.items()}
