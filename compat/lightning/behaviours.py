@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import messages
+from ...loggers.base import Logger
 from ...processes.signals import interruption
 from ...torch_private import APPLY
 from ...trainer.module_hooks import ModuleHooks
@@ -64,7 +65,7 @@ def install(version: str) -> None:
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
     from ...trainer import hooks as trainer_hooks
-    from . import hooks, lr_find, plugins, views
+    from . import hooks, lenient, lr_find, plugins, views
 
     start_run.log_hyperparameters = _then_saving(start_run.log_hyperparameters)
     users: list[Any] = [default_callbacks, start_run]
@@ -86,6 +87,7 @@ def install(version: str) -> None:
     views.install()
     for module, name in _STRATEGIES.items():
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
+    lenient.install()
     _change_loggers()
     _change_callbacks()
     _change_averaging()
@@ -99,6 +101,7 @@ def _change_loggers() -> None:
     from ...loggers.csv import CSVLogger, ExperimentWriter
     from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
+    from ...trainer.run import Run
     from .csv_files import deleting_old_files, noting_old_files
 
     for logger in (CSVLogger, MLFlowLogger, TensorBoardLogger):
@@ -118,6 +121,8 @@ def _change_loggers() -> None:
         save(logger)
 
     _replace({(TensorBoardLogger, "save"): save_run})
+    log_dir: Any = Run.log_dir
+    setattr(Run, "log_dir", property(lambda run: _log_dir(run, log_dir.fget), doc=log_dir.__doc__))  # noqa: B010
 
 
 def _change_callbacks() -> None:
@@ -131,6 +136,7 @@ def _change_callbacks() -> None:
     from ...callbacks.timer import Timer
     from .callbacks import (
         due_without_scheduler,
+        in_folder_of_logger,
         raising_runtime_error,
         refusing_uncalled,
         stats_hooks,
@@ -164,6 +170,7 @@ def _change_callbacks() -> None:
 
     _replace(
         {
+            (CheckpointKeeper, "_folder"): in_folder_of_logger(CheckpointKeeper._folder),
             (CheckpointKeeper, "_take_in"): rank,
             (CheckpointKeeper, "state_dict"): with_absolute_paths(CheckpointKeeper.state_dict),
             (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
@@ -224,7 +231,7 @@ def _replace_methods() -> None:
     from ...checkpoint.hyperparameters import AttributeDict
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks, loop, trainer
+    from ...trainer import default_callbacks, loop, trainer
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
@@ -235,7 +242,7 @@ def _replace_methods() -> None:
     from ...trainer.state import RunState
     from ...trainer.step import ClosureStep, FreeStep, ManualStep, TrainStep
     from ...trainer.trainer import Trainer
-    from . import lenient, plugins
+    from . import plugins
 
     placed: Any = Trainer._place
     values: Any = Trainer.logged_metrics
@@ -277,9 +284,6 @@ def _replace_methods() -> None:
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     trainer.show_results = print_results
     loop.choose_step = _clearing_first(loop.choose_step)
-    arguments.check_overfitting = lenient.overfitting_wins(arguments.check_overfitting)
-    arguments.check_range = lenient.maximum_wins(arguments.check_range)
-    arguments.check_clipping = lenient.clipping_needs_a_value(arguments.check_clipping)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
     setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
@@ -338,6 +342,13 @@ def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[st
         if stage == "train" and record.logger and record.on_step and record.step_key in monitored:
             found[record.step_key] = monitored[record.step_key]
     return found
+
+
+def _log_dir(run: Any, own: Callable[[Any], str | None]) -> str | None:
+    """Return the run's folder: the ``save_dir`` of a program's own logger, because its ``log_dir`` is None."""
+    logger = run.trainer.logger
+    found = own(run)
+    return logger.save_dir if found is None and isinstance(logger, Logger) else found
 
 
 def _warn_of_empty(loop: Any, why: str) -> None:

@@ -6,6 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import messages
+from ...trainer import arguments
+
+
+def install() -> None:
+    """Replace the checks of arguments that Lightning does not have."""
+    arguments.check_overfitting = overfitting_wins(arguments.check_overfitting)
+    arguments.check_range = maximum_wins(arguments.check_range)
+    arguments.check_clipping = clipping_needs_a_value(arguments.check_clipping)
 
 
 def overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:

@@ -76,11 +76,33 @@ for arguments in ({}, {"accumulate_grad_batches": 2}, {"max_steps": 2}):
     one.fit(Skips(), loader(5))
     print(one.global_step, one.optimizers[0].param_groups[0]["lr"])
 """
+FOLDERS = """
+class Own(pl.loggers.logger.Logger):
+    def __init__(self, save_dir, name, version):
+        super().__init__()
+        self.given = save_dir, name, version
+    save_dir = property(lambda self: self.given[0])
+    name = property(lambda self: self.given[1])
+    version = property(lambda self: self.given[2])
+    def log_metrics(self, metrics, step):
+        pass
+    def log_hyperparams(self, params):
+        pass
+
+for given in (("out", "n", "v"), ("out", "n", 3), (None, "m", 1)):
+    one = trainer(logger=Own(*given), enable_checkpointing=True)
+    one.fit(Net(), loader(1))
+    print(os.path.relpath(one.checkpoint_callback.dirpath), one.log_dir)
+"""
 
 #: Programs, and the lines that each prints under Lightning.
 PROGRAMS = {
     "a minimum above the maximum, clipping without a value": (CONTRADICTIONS, ["8", "3", "3", "4"]),
     "validation by batches without an interval": (VALIDATIONS, ["4", "8"]),
+    "a logger of the program": (
+        FOLDERS,
+        ["out/n/v/checkpoints out", "out/n/version_3/checkpoints out", "m/version_1/checkpoints None"],
+    ),
     "an optimizer_step that does not step": (WITHOUT_A_STEP, ["5 0.03125", "3 0.125", "2 0.25"]),
 }
 
