@@ -25,13 +25,16 @@ from .texts import advising_evaluation, advising_train, datamodule_text, hparams
 #: Classes in Paceline's modules, with the methods whose errors programs catch as Lightning's exceptions.
 _RAISING = {
     "trainer.trainer": {"Trainer": "__init__ fit validate test predict save_checkpoint"},
-    "trainer.module": {"TrainingModule": "log log_dict manual_backward optimizers lr_schedulers save_hyperparameters"},
+    "trainer.module": {
+        "TrainingModule": ("clip_gradients log log_dict manual_backward optimizers lr_schedulers save_hyperparameters")
+    },
     "callbacks.early_stopping": {"EarlyStopping": "__init__"},
     "callbacks.finetuning": {"BackboneFinetuning": "__init__"},
     "callbacks.gradient_accumulation_scheduler": {"GradientAccumulationScheduler": "__init__"},
     "callbacks.lr_monitor": {"LearningRateMonitor": "__init__"},
     "callbacks.model_checkpoint": {"ModelCheckpoint": "__init__"},
     "callbacks.model_pruning": {"ModelPruning": "__init__ setup"},
+    "callbacks.prediction_writer": {"BasePredictionWriter": "__init__"},
     "callbacks.stochastic_weight_averaging": {"StochasticWeightAveraging": "__init__"},
     "callbacks.timer": {"Timer": "__init__"},
     "cli.argument_parser": {"ArgumentParser": "__init__ add_lightning_class_args"},
@@ -65,7 +68,7 @@ def install(version: str) -> None:
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
     from ...trainer import hooks as trainer_hooks
-    from . import hooks, lenient, lr_find, plugins, views
+    from . import attributes, hooks, lenient, lr_find, plugins, views
 
     start_run.log_hyperparameters = _then_saving(start_run.log_hyperparameters)
     users: list[Any] = [default_callbacks, start_run]
@@ -87,6 +90,7 @@ def install(version: str) -> None:
     views.install()
     for module, name in _STRATEGIES.items():
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
+    attributes.install()
     lenient.install()
     _change_loggers()
     _change_callbacks()

@@ -135,6 +135,12 @@ def _validates_now(trainer: Trainer) -> Callable[..., bool]:
     return due
 
 
+def _returns_predictions(trainer: Trainer) -> bool:
+    """Return True if the last prediction returns its predictions."""
+    request = trainer.current_run.request
+    return request is None or request.fn != "predict" or request.keep_predictions
+
+
 _LIMITS: dict[str, Read] = {
     name: (lambda trainer, name=name: getattr(trainer, name), f"trainer.{name}")
     for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")
@@ -232,6 +238,7 @@ class PredictLoop(View):
     place = "trainer.predict_loop"
     instead = "Use trainer.predictions, trainer.predict_batch_indices and on_predict_batch_end instead."
     reads: ClassVar[Mapping[str, Read]] = {
+        "return_predictions": (_returns_predictions, "the argument return_predictions of predict"),
         "predictions": (lambda trainer: trainer.predictions, "trainer.predictions"),
         "epoch_batch_indices": (lambda trainer: trainer.predict_batch_indices, "trainer.predict_batch_indices"),
         "current_batch_indices": (lambda trainer: trainer.current_batch_indices, "trainer.current_batch_indices"),

@@ -95,6 +95,30 @@ for given in (("out", "n", "v"), ("out", "n", 3), (None, "m", 1)):
     print(os.path.relpath(one.checkpoint_callback.dirpath), one.log_dir)
 """
 
+NAMES = """
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+stopping = pl.callbacks.EarlyStopping
+print(stopping.mode_dict["max"] is torch.gt, stopping.order_dict["min"], PassThroughProfiler().local_rank)
+print(pl.LightningDataModule().name)
+one = trainer()
+print(one.predict(Net(), loader(1), return_predictions=False), one.predict_loop.return_predictions)
+for wrong in (
+    lambda: pl.callbacks.BasePredictionWriter("never"),
+    lambda: Net().clip_gradients(SGD([torch.ones(1)], lr=1.0), 1.0, "angle"),
+):
+    try:
+        wrong()
+    except MisconfigurationException as error:
+        print("refused")
+for convert in (Net().to_torchscript, Net().to_tensorrt):
+    try:
+        convert()
+    except NotImplementedError as error:
+        print("to_onnx" in str(error))
+"""
+
 #: Programs, and the lines that each prints under Lightning.
 PROGRAMS = {
     "a minimum above the maximum, clipping without a value": (CONTRADICTIONS, ["8", "3", "3", "4"]),
@@ -103,6 +127,7 @@ PROGRAMS = {
         FOLDERS,
         ["out/n/v/checkpoints out", "out/n/version_3/checkpoints out", "m/version_1/checkpoints None"],
     ),
+    "names": (NAMES, ["True < 0", "None", "None False", "refused", "refused", "True", "True"]),
     "an optimizer_step that does not step": (WITHOUT_A_STEP, ["5 0.03125", "3 0.125", "2 0.25"]),
 }
 
