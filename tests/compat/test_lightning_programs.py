@@ -119,6 +119,25 @@ for convert in (Net().to_torchscript, Net().to_tensorrt):
         print("to_onnx" in str(error))
 """
 
+PROGRESS = """
+class Shows(Net):
+    def show(self):
+        loop = self.trainer.fit_loop.epoch_loop
+        batches = loop.batch_progress
+        print(batches.current.ready, batches.total.ready, batches.is_last_batch, loop.batch_idx, loop.total_batch_idx)
+    def on_train_epoch_start(self):
+        self.show()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.show()
+
+one = trainer(max_epochs=2)
+one.fit(Shows(), loader(2))
+progress = one.fit_loop.epoch_loop.batch_progress
+print(progress.current.completed, progress.total.completed, one.fit_loop.batch_idx)
+steps = one.fit_loop.epoch_loop.automatic_optimization.optim_progress
+print(steps.optimizer_steps, steps.optimizer.step.total.completed)
+"""
+
 #: Programs, and the lines that each prints under Lightning.
 PROGRAMS = {
     "a minimum above the maximum, clipping without a value": (CONTRADICTIONS, ["8", "3", "3", "4"]),
@@ -128,6 +147,14 @@ PROGRAMS = {
         ["out/n/v/checkpoints out", "out/n/version_3/checkpoints out", "m/version_1/checkpoints None"],
     ),
     "names": (NAMES, ["True < 0", "None", "None False", "refused", "refused", "True", "True"]),
+    "progress": (
+        PROGRESS,
+        [
+            *("0 0 False -1 -1", "1 1 False 0 0", "2 2 True 1 1"),
+            *("2 2 True 1 1", "1 3 False 0 2", "2 4 True 1 3"),
+            *("2 4 1", "4 4"),
+        ],
+    ),
     "an optimizer_step that does not step": (WITHOUT_A_STEP, ["5 0.03125", "3 0.125", "2 0.25"]),
 }
 
