@@ -1,4 +1,4 @@
-"""Attributes and methods of Lightning's classes that Paceline's classes do not have."""
+"""Attributes and methods of Lightning's classes that Paceline's classes do not have, and variables that it sets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import torch
 
 from ...callbacks.early_stopping import EarlyStopping
 from ...data.datamodule import DataModule
+from ...processes import seed
 from ...profilers.base import Profiler
 from ...trainer.module import TrainingModule
 
 
 def install() -> None:
     """Add the attributes and methods to Paceline's classes."""
+    seed.OTHER_PREFIXES.append("PL")
     stopping: Any = EarlyStopping
     stopping.mode_dict = {"min": torch.lt, "max": torch.gt}
     stopping.order_dict = {"min": "<", "max": ">"}

@@ -138,6 +138,7 @@ def _change_callbacks() -> None:
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
+    from . import lenient
     from .callbacks import (
         due_without_scheduler,
         in_folder_of_logger,
@@ -186,7 +187,7 @@ def _change_callbacks() -> None:
             (Timer, "on_validation_start"): lambda timer, *_: timer._begin("validate"),
             (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
             (curve, "skip"): skip_step,
-            (range_test, "__post_init__"): lambda test: None,
+            (range_test, "__post_init__"): lenient.check_mode,
         }
     )
 

@@ -53,3 +53,10 @@ def clipping_needs_a_value(check: Callable[..., None]) -> Callable[..., None]:
             check(value, algorithm)
 
     return warn
+
+
+def check_mode(test: Any) -> None:
+    """Check the mode of ``lr_find``, but not the rates and the number of steps."""
+    modes = ("exponential", "linear")
+    if test.mode not in modes:
+        raise ValueError(messages.unknown("mode of lr_find", test.mode, modes))

@@ -97,8 +97,11 @@ for given in (("out", "n", "v"), ("out", "n", 3), (None, "m", 1)):
 
 NAMES = """
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+pl.seed_everything(5, workers=True, verbose=False)
+print(os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"])
 stopping = pl.callbacks.EarlyStopping
 print(stopping.mode_dict["max"] is torch.gt, stopping.order_dict["min"], PassThroughProfiler().local_rank)
 print(pl.LightningDataModule().name)
@@ -106,6 +109,8 @@ one = trainer()
 print(one.predict(Net(), loader(1), return_predictions=False), one.predict_loop.return_predictions)
 for wrong in (
     lambda: pl.callbacks.BasePredictionWriter("never"),
+    lambda: extract_batch_size(["a"]),
+    lambda: pl.tuner.Tuner(trainer()).lr_find(Net(), loader(1), mode="x", update_attr=False),
     lambda: Net().clip_gradients(SGD([torch.ones(1)], lr=1.0), 1.0, "angle"),
 ):
     try:
@@ -146,7 +151,7 @@ PROGRAMS = {
         FOLDERS,
         ["out/n/v/checkpoints out", "out/n/version_3/checkpoints out", "m/version_1/checkpoints None"],
     ),
-    "names": (NAMES, ["True < 0", "None", "None False", "refused", "refused", "True", "True"]),
+    "names": (NAMES, ["5 1", "True < 0", "None", "None False", *["refused"] * 4, "True", "True"]),
     "progress": (
         PROGRESS,
         [
