@@ -187,12 +187,12 @@ class ModelCheckpoint(CheckpointKeeper):
             self._save_what_waits(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._metric_before_validation = trainer.callback_metrics.get(self.monitor or "")
+        self._metric_before_validation = self._metric_between_steps(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn != "fit":
             return
-        metric = trainer.callback_metrics.get(self.monitor or "")
+        metric = self._metric_between_steps(trainer)
         self._monitor_is_validated = metric is not None and metric is not self._metric_before_validation
         if trainer.sanity_checking:
             return
@@ -264,6 +264,11 @@ class ModelCheckpoint(CheckpointKeeper):
         else:
             self._waiting = self.save_top_k != 0
             self.save(trainer, ranked=self.save_top_k == -1, scored=False)
+
+    def _metric_between_steps(self, trainer: Trainer) -> Tensor | None:
+        """Return the monitored value; None for the value of a training step, which no validation replaces."""
+        name = self.monitor or ""
+        return None if trainer.current_run.metrics.is_step_value(name) else trainer.callback_metrics.get(name)
 
     def _save_what_waits(self, trainer: Trainer) -> None:
         if self._monitor_has_value(trainer):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..callbacks.base import overridden
+from ..checkpoint.class_methods import making
 from ..checkpoint.hyperparameters import HyperparametersMixin
 from ..devices.kinds import present
 from ..processes import device_transfer
@@ -145,7 +146,7 @@ class DataModule(HyperparametersMixin):
                 setattr(module, hook, loaders)
         return module
 
-    @classmethod
+    @making
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,

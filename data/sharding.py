@@ -132,7 +132,7 @@ def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
     if isinstance(shard, RankSampler):
         return shard.record()
     sampler = getattr(loader, "batch_sampler", None)
-    if type(sampler) is BatchSampler and isinstance(sampler.sampler, SequentialSampler):
+    if type(sampler) is BatchSampler and isinstance(sampler.sampler, (SequentialSampler, Sequence)):
         return map(list, sampler)
     return None
 

@@ -22,6 +22,8 @@ from ..devices.kinds import CUDA_KIND, accelerators, kind_of
 SEED_VARIABLE = "PACELINE_GLOBAL_SEED"
 WORKERS_VARIABLE = "PACELINE_SEED_WORKERS"
 _OTHER_SEED_VARIABLE = "PL_GLOBAL_SEED"
+#: Prefixes of further variables that :func:`seed_everything` sets; the stand-in for Lightning adds one.
+OTHER_PREFIXES: list[str] = []
 _MAX_SEED = 2**32 - 1
 #: Entries of random_states() that are not devices.
 _HOST = ("python", "torch", "numpy")
@@ -52,8 +54,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         messages.warn(
             f"seed_everything() uses seed 0, because no seed was passed and {SEED_VARIABLE} is not set. Pass a seed."
         )
-    os.environ[SEED_VARIABLE] = str(value)
-    os.environ[WORKERS_VARIABLE] = str(int(workers))
+    for prefix in ("PACELINE", *OTHER_PREFIXES):
+        os.environ[f"{prefix}_GLOBAL_SEED"] = str(value)
+        os.environ[f"{prefix}_SEED_WORKERS"] = str(int(workers))
     if verbose:
         messages.info(f"Seed set to {value}")
     seed_all(value)

@@ -102,7 +102,7 @@ def check_fast_dev_run(value: Any) -> int | bool:
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
     """Check ``val_check_interval``; return the interval in batches or epochs, and in seconds if it is a duration."""
     if value is None:
-        value = 1.0
+        return 1.0, None
     if isinstance(value, (str, timedelta, Mapping)):
         seconds = to_timedelta(value, "Trainer(val_check_interval=)").total_seconds()
         if seconds == 0:

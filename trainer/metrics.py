@@ -261,6 +261,13 @@ class MetricStore:
                 found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
 
+    def is_step_value(self, name: str) -> bool:
+        """Return True if the value to monitor under ``name`` is that of the last training step."""
+        return any(
+            stage == "train" and record.seen and record.on_step and name in (record.key, record.step_key)
+            for stage, record in self.known()
+        )
+
     def give(self, name: str, value: Tensor | float) -> None:
         """Let callbacks monitor a value that ``self.log`` did not log."""
         self._finished[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)

@@ -15,6 +15,7 @@ from typing_extensions import Self, Unpack
 
 from .. import messages
 from ..callbacks.base import overridden
+from ..checkpoint.class_methods import making
 from ..checkpoint.hyperparameters import HyperparametersMixin
 from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
@@ -519,7 +520,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
-    @classmethod
+    @making
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],

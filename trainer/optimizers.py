@@ -229,8 +229,8 @@ def _split(given: Any, owner: str) -> tuple[list[Optimizer], list[Any]]:
         return _from_dicts([given], owner)
     if isinstance(given, (list, tuple)) and given and all(isinstance(g, Mapping) for g in given):
         return _from_dicts(given, owner)
-    if isinstance(given, (list, tuple)) and len(given) == 2 and _is_list(given[0]) and _is_list(given[1]):
-        return _optimizers(given[0], owner), list(given[1])
+    if _is_list(given) and len(given) == 2 and _is_list(given[0]):
+        return _optimizers(given[0], owner), list(given[1]) if _is_list(given[1]) else [given[1]]
     return _optimizers(given if isinstance(given, (list, tuple)) else [given], owner), []
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import messages
+from ...loggers.base import Logger
 from ...processes.signals import interruption
 from ...torch_private import APPLY
 from ...trainer.module_hooks import ModuleHooks
@@ -24,13 +25,16 @@ from .texts import advising_evaluation, advising_train, datamodule_text, hparams
 #: Classes in Paceline's modules, with the methods whose errors programs catch as Lightning's exceptions.
 _RAISING = {
     "trainer.trainer": {"Trainer": "__init__ fit validate test predict save_checkpoint"},
-    "trainer.module": {"TrainingModule": "log log_dict manual_backward optimizers lr_schedulers save_hyperparameters"},
+    "trainer.module": {
+        "TrainingModule": ("clip_gradients log log_dict manual_backward optimizers lr_schedulers save_hyperparameters")
+    },
     "callbacks.early_stopping": {"EarlyStopping": "__init__"},
     "callbacks.finetuning": {"BackboneFinetuning": "__init__"},
     "callbacks.gradient_accumulation_scheduler": {"GradientAccumulationScheduler": "__init__"},
     "callbacks.lr_monitor": {"LearningRateMonitor": "__init__"},
     "callbacks.model_checkpoint": {"ModelCheckpoint": "__init__"},
     "callbacks.model_pruning": {"ModelPruning": "__init__ setup"},
+    "callbacks.prediction_writer": {"BasePredictionWriter": "__init__"},
     "callbacks.stochastic_weight_averaging": {"StochasticWeightAveraging": "__init__"},
     "callbacks.timer": {"Timer": "__init__"},
     "cli.argument_parser": {"ArgumentParser": "__init__ add_lightning_class_args"},
@@ -64,7 +68,7 @@ def install(version: str) -> None:
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
     from ...trainer import hooks as trainer_hooks
-    from . import hooks, lr_find, plugins, views
+    from . import attributes, hooks, lenient, lr_find, plugins, views
 
     start_run.log_hyperparameters = _then_saving(start_run.log_hyperparameters)
     users: list[Any] = [default_callbacks, start_run]
@@ -86,6 +90,8 @@ def install(version: str) -> None:
     views.install()
     for module, name in _STRATEGIES.items():
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
+    attributes.install()
+    lenient.install()
     _change_loggers()
     _change_callbacks()
     _change_averaging()
@@ -99,6 +105,7 @@ def _change_loggers() -> None:
     from ...loggers.csv import CSVLogger, ExperimentWriter
     from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
+    from ...trainer.run import Run
     from .csv_files import deleting_old_files, noting_old_files
 
     for logger in (CSVLogger, MLFlowLogger, TensorBoardLogger):
@@ -118,6 +125,8 @@ def _change_loggers() -> None:
         save(logger)
 
     _replace({(TensorBoardLogger, "save"): save_run})
+    log_dir: Any = Run.log_dir
+    setattr(Run, "log_dir", property(lambda run: _log_dir(run, log_dir.fget), doc=log_dir.__doc__))  # noqa: B010
 
 
 def _change_callbacks() -> None:
@@ -129,8 +138,10 @@ def _change_callbacks() -> None:
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
+    from . import lenient
     from .callbacks import (
         due_without_scheduler,
+        in_folder_of_logger,
         raising_runtime_error,
         refusing_uncalled,
         stats_hooks,
@@ -164,6 +175,7 @@ def _change_callbacks() -> None:
 
     _replace(
         {
+            (CheckpointKeeper, "_folder"): in_folder_of_logger(CheckpointKeeper._folder),
             (CheckpointKeeper, "_take_in"): rank,
             (CheckpointKeeper, "state_dict"): with_absolute_paths(CheckpointKeeper.state_dict),
             (DeviceStatsMonitor, "_check_keys"): _warn_of_keys,
@@ -175,7 +187,7 @@ def _change_callbacks() -> None:
             (Timer, "on_validation_start"): lambda timer, *_: timer._begin("validate"),
             (Timer, "on_validation_end"): lambda timer, *_: timer._finish("validate"),
             (curve, "skip"): skip_step,
-            (range_test, "__post_init__"): lambda test: None,
+            (range_test, "__post_init__"): lenient.check_mode,
         }
     )
 
@@ -224,7 +236,7 @@ def _replace_methods() -> None:
     from ...checkpoint.hyperparameters import AttributeDict
     from ...data.datamodule import DataModule
     from ...profilers.base import Profiler
-    from ...trainer import arguments, default_callbacks, loop, trainer
+    from ...trainer import default_callbacks, loop, trainer
     from ...trainer.data_source import DataSource
     from ...trainer.evaluation import EvalLoop
     from ...trainer.loop import FitLoop
@@ -247,6 +259,7 @@ def _replace_methods() -> None:
 
     replacements: dict[tuple[type, str], Any] = {
         (AttributeDict, "__repr__"): hparams_text,
+        (ClosureStep, "__init__"): _counting_unstepped(ClosureStep.__init__),
         (ClosureStep, "refuse"): lambda step, why: messages.warn(why),
         (ClosureStep, "restart"): lambda step: step.clear(step.optimizer) if step.state.window else None,
         (DataModule, "__str__"): datamodule_text,
@@ -276,7 +289,6 @@ def _replace_methods() -> None:
         replacements[Trainer, name] = exiting(speak_again(getattr(Trainer, name)))
     trainer.show_results = print_results
     loop.choose_step = _clearing_first(loop.choose_step)
-    arguments.check_overfitting = _overfitting_wins(arguments.check_overfitting)
     default_callbacks.is_logger = is_logger
     _replace(replacements)
     setattr(Trainer, "logged_metrics", property(lambda trainer: _logged(trainer, values.fget), doc=values.__doc__))  # noqa: B010
@@ -315,20 +327,6 @@ def _refuse_more_epochs(report_finished: Callable[[Any], None]) -> Callable[[Any
     return say
 
 
-def _overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``check`` to warn about limits that ``overfit_batches`` replaces."""
-
-    def warn(overfit_batches: Any, **limits: Any) -> None:
-        check(overfit_batches, fast_dev_run=limits.pop("fast_dev_run"))
-        for name, value in limits.items() if overfit_batches else ():
-            if value:
-                messages.warn(
-                    f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}. Pass only one of them."
-                )
-
-    return warn
-
-
 def _ordered(order: Callable[[list[Any]], list[Any]], callbacks: list[Any]) -> list[Any]:
     complete_mocks(callbacks)
     return order(callbacks)
@@ -349,6 +347,13 @@ def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[st
         if stage == "train" and record.logger and record.on_step and record.step_key in monitored:
             found[record.step_key] = monitored[record.step_key]
     return found
+
+
+def _log_dir(run: Any, own: Callable[[Any], str | None]) -> str | None:
+    """Return the run's folder: the ``save_dir`` of a program's own logger, because its ``log_dir`` is None."""
+    logger = run.trainer.logger
+    found = own(run)
+    return logger.save_dir if found is None and isinstance(logger, Logger) else found
 
 
 def _warn_of_empty(loop: Any, why: str) -> None:
@@ -417,6 +422,25 @@ def _counting_batches(step: Callable[..., Any]) -> Callable[..., Any]:
             one.state.stepped = True
             one.state.updates += 1
         return output
+
+    return call
+
+
+def _counting_unstepped(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of a step to count an ``optimizer_step`` of the module that only ran the closure."""
+
+    def call(one: Any, *args: Any) -> None:
+        init(one, *args)
+        state, managed, step = one.state, one.managed, one.optimizer_step
+
+        def count(*arguments: Any) -> None:
+            step(*arguments)
+            if state.window and managed.stepped_at != state.batches:
+                managed.stepped_at, state.stepped = state.batches, True
+                state.global_step += 1
+                state.updates += 1
+
+        one.optimizer_step = count
 
     return call
 

@@ -11,6 +11,8 @@ from ... import messages
 from ...callbacks.loss_guard import LossGuard
 from ...callbacks.lr_monitor import schedulers_of
 from ...callbacks.model_summary import Summary, human_readable, table
+from ...checkpoint import storage
+from ...loggers.base import Logger
 
 #: Private methods of Lightning's ModelCheckpoint that have no equivalent in Paceline.
 _UNCALLED = (
@@ -88,6 +90,20 @@ def warning_without_validation(has_value: Callable[[Any, Any], bool]) -> Callabl
             return False
 
     return warn
+
+
+def in_folder_of_logger(folder: Callable[[Any, Any], str]) -> Callable[[Any, Any], str]:
+    """Wrap ``_folder`` to save below the ``save_dir/name/version`` of a program's own logger."""
+
+    def find(keeper: Any, trainer: Any) -> str:
+        logger = trainer.logger
+        if keeper._given_dirpath or getattr(type(logger), "log_dir", None) is not Logger.log_dir:
+            return folder(keeper, trainer)
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        root = logger.save_dir or trainer.default_root_dir
+        return storage.absolute(storage.join(os.fspath(root), str(logger.name), version, "checkpoints"))
+
+    return find
 
 
 def raising_runtime_error(value: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

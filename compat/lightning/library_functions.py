@@ -23,11 +23,13 @@ from typing_extensions import Self
 from ... import messages
 from ...checkpoint.atomic_write import written_aside
 from ...checkpoint.storage import is_remote, location
+from ...data.batches import batch_size_of
 from ...devices.kinds import CUDA_KIND
 from ...memory.out_of_memory_retry import clear_device_cache
 from ...processes.device_transfer import move
 from ...processes.seed import mixed, seed_host
 from ...utilities.rank_zero import rank_zero_only
+from .exceptions import translated
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -331,6 +333,22 @@ def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = No
     if strategy.is_global_zero:
         os.remove(mark)
     return seen
+
+
+@translated
+def extract_batch_size(batch: Any) -> int:
+    """Return the number of samples in a batch: the first dimension of its first tensor.
+
+    Raises:
+        ValueError: if the batch has no tensor.
+    """
+    size = batch_size_of(batch)
+    if size is None:
+        raise ValueError(
+            f"The batch size of {messages.a(batch)} cannot be read, because it has no tensors. Pass "
+            "self.log(..., batch_size=batch_size)."
+        )
+    return size
 
 
 def convert_to_tensors(data: Any, device: torch.device | str) -> Any:

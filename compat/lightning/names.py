@@ -125,7 +125,7 @@ _RENAMED = {
     "_LRFinder": Target("tuner.lr_range_test", "LRFinder"),
     "_unwrap_objects": Target("compat.lightning.fabric_wrappers", "unwrapped_in"),
     "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
-    "extract_batch_size": Target("data.batches", "batch_size_of"),
+    "extract_batch_size": Target("compat.lightning.library_functions", "extract_batch_size"),
     "sized_len": Target("data.sample_order", "length_of"),
     "from_compiled": Target("strategies.compile_networks", "uncompiled"),
     "SpikeDetection": Target("compat.lightning.callbacks", "SpikeDetection"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -68,16 +69,26 @@ class View:
 
 
 class Progress:
-    """Counts how often batches, epochs or the like were started and finished, in this run and in total. Read-only."""
+    """Counts how often batches, epochs or the like were started and finished, in this run and in total. Read-only.
+
+    Attributes:
+        total: the counts in all epochs and runs; by default equal to :attr:`current`, because a resumed run continues
+            its counters.
+        **more: what else Lightning's class for these counts has.
+    """
 
     ready: int
     started: int
     completed: int
     processed: int
+    total: Progress
 
-    def __init__(self, begun: int, finished: int, processed: int | None = None) -> None:
+    def __init__(
+        self, begun: int, finished: int, processed: int | None = None, total: Progress | None = None, **more: Any
+    ) -> None:
         processed = finished if processed is None else processed
         vars(self).update(ready=begun, started=begun, completed=finished, processed=processed)
+        vars(self).update(total=total or self, **more)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
@@ -88,12 +99,7 @@ class Progress:
 
     @property
     def current(self) -> Progress:
-        """The counts in this run."""
-        return self
-
-    @property
-    def total(self) -> Progress:
-        """The counts in all runs; equal to :attr:`current`, because a resumed run continues its counters."""
+        """The counts in this run, and for batches in this epoch."""
         return self
 
     def __repr__(self) -> str:
@@ -110,8 +116,16 @@ def _epochs(trainer: Trainer) -> Progress:
 
 
 def _batches(trainer: Trainer) -> Progress:
-    state = trainer.state
-    return Progress(state.batch_idx + 1, state.next_batch)
+    """Return the counts of training batches; between epochs, those of the last epoch."""
+    state, in_epoch = trainer.state, trainer.num_training_batches
+    total = Progress(state.batches + (state.batch_idx >= state.next_batch), state.batches)
+    if state.batch_idx < 0 and state.batches and in_epoch != float("inf"):
+        return Progress(int(in_epoch), int(in_epoch), total=total, is_last_batch=True)
+    return Progress(state.batch_idx + 1, state.next_batch, total=total, is_last_batch=state.is_last_batch)
+
+
+def _batch_idx(trainer: Trainer) -> int:
+    return _batches(trainer).ready - 1
 
 
 def _total_batch_idx(trainer: Trainer) -> int:
@@ -120,7 +134,9 @@ def _total_batch_idx(trainer: Trainer) -> int:
 
 
 def _steps(trainer: Trainer) -> Progress:
-    return Progress(trainer.state.global_step, trainer.state.global_step)
+    step = trainer.state.global_step
+    of_optimizer = SimpleNamespace(step=Progress(step, step), zero_grad=Progress(step, step))
+    return Progress(step, step, optimizer_steps=step, optimizer=of_optimizer)
 
 
 def _validates_now(trainer: Trainer) -> Callable[..., bool]:
@@ -133,6 +149,12 @@ def _validates_now(trainer: Trainer) -> Callable[..., bool]:
         return fit.validation.due(trainer.state.batch_idx, "")
 
     return due
+
+
+def _returns_predictions(trainer: Trainer) -> bool:
+    """Return True if the last prediction returns its predictions."""
+    request = trainer.current_run.request
+    return request is None or request.fn != "predict" or request.keep_predictions
 
 
 _LIMITS: dict[str, Read] = {
@@ -162,7 +184,7 @@ class EpochLoop(View):
     instead = "Use the arguments of on_train_batch_start, trainer.is_last_batch and trainer.state instead."
     writes: ClassVar[Mapping[str, str]] = {"max_steps": "max_steps", "min_steps": "min_steps"}
     reads: ClassVar[Mapping[str, Read]] = {
-        "batch_idx": (lambda trainer: trainer.state.batch_idx, "trainer.state.batch_idx"),
+        "batch_idx": (_batch_idx, "trainer.state.batch_idx"),
         "total_batch_idx": (_total_batch_idx, "trainer.state.batches"),
         "global_step": (lambda trainer: trainer.global_step, "trainer.global_step"),
         "batch_progress": (_batches, "trainer.state.batch_idx"),
@@ -192,7 +214,7 @@ class FitLoopView(View):
         "epoch_loop": (EpochLoop, "trainer.state"),
         "epoch_progress": (_epochs, "trainer.current_epoch"),
         "max_batches": (lambda trainer: trainer.num_training_batches, "trainer.num_training_batches"),
-        "batch_idx": (lambda trainer: trainer.state.batch_idx, "trainer.state.batch_idx"),
+        "batch_idx": (_batch_idx, "trainer.state.batch_idx"),
         "total_batch_idx": (_total_batch_idx, "trainer.state.batches"),
         "global_step": (lambda trainer: trainer.global_step, "trainer.global_step"),
         "restarting": (lambda trainer: trainer.current_run.resumes, "trainer.ckpt_path"),
@@ -232,6 +254,7 @@ class PredictLoop(View):
     place = "trainer.predict_loop"
     instead = "Use trainer.predictions, trainer.predict_batch_indices and on_predict_batch_end instead."
     reads: ClassVar[Mapping[str, Read]] = {
+        "return_predictions": (_returns_predictions, "the argument return_predictions of predict"),
         "predictions": (lambda trainer: trainer.predictions, "trainer.predictions"),
         "epoch_batch_indices": (lambda trainer: trainer.predict_batch_indices, "trainer.predict_batch_indices"),
         "current_batch_indices": (lambda trainer: trainer.current_batch_indices, "trainer.current_batch_indices"),

@@ -376,8 +376,8 @@ def test_a_monitor_not_known_before_the_first_validation_is_warned_about_once(
 def test_a_metric_of_training_is_ranked_at_the_step(tmp_path: Path) -> None:
     saves = Saves()
     checkpoint = ModelCheckpoint(tmp_path, "{step}", monitor="train_loss", every_n_train_steps=2, save_top_k=-1)
-    fit(tmp_path, saves, checkpoint, epochs=1)
-    assert saves.steps == [2, 4]
+    fit(tmp_path, saves, checkpoint, epochs=3)
+    assert saves.steps == [2, 4, 6, 8, 10, 12]
     assert not any(math.isnan(score) for score in checkpoint.best_k_models.values())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import TinyModule, tiny_loader
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from paceline import Trainer
 from paceline.callbacks import BasePredictionWriter
@@ -159,3 +159,10 @@ def test_the_interval_equals_its_string_and_says_what_it_means() -> None:
     assert (interval.on_batch, interval.on_epoch) == (True, True)
     assert not BasePredictionWriter("epoch").interval.on_batch
     assert not BasePredictionWriter("batch").interval.on_epoch
+
+
+def test_a_batch_sampler_over_a_range_tells_the_places() -> None:
+    writer = Writer("batch")
+    sampler = BatchSampler(range(4), 3, drop_last=False)
+    predict(writer, DataLoader(TensorDataset(torch.ones(4, 4)), batch_sampler=sampler))
+    assert [indices for _, indices, *_ in writer.batches] == [[0, 1, 2], [3]]

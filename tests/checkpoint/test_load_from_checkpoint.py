@@ -380,3 +380,17 @@ def test_a_file_that_names_a_function_to_make_the_module_with_is_refused(tmp_pat
         ValueError, match=r"'os\.system' as the function that creates the module. The function was not called"
     ):
         TinyModule.load_from_checkpoint(tmp_path / "x.ckpt", strict=False)
+
+
+@pytest.mark.parametrize("key", ["hparams", "module_arguments"])
+def test_hyperparameters_of_early_versions_of_lightning_are_found(key: str, tmp_path: Path) -> None:
+    module = Sized(width=3, lr=0.5)
+    old = {"pytorch-lightning_version": "0.9.0", "state_dict": module.state_dict(), key: {"width": 3, "lr": 0.5}}
+    torch.save({"epoch": 1, "global_step": 3, **old}, tmp_path / "x.ckpt")
+    assert Sized.load_from_checkpoint(tmp_path / "x.ckpt").lr == 0.5
+
+
+@pytest.mark.parametrize("made", [TinyModule(), DataModule()])
+def test_it_cannot_be_called_on_an_object_which_it_would_not_change(made: Any) -> None:
+    with pytest.raises(TypeError, match=rf"module = {type(made).__name__}\.load_from_checkpoint"):
+        made.load_from_checkpoint("x.ckpt")

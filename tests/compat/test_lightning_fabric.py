@@ -296,3 +296,8 @@ def test_the_throughput_monitor_logs_the_rates_of_all_processes_with_the_fabric(
     with (tmp_path / "version_0" / "metrics.csv").open() as file:
         first, last = csv.DictReader(file)
     assert (first["step"], last["step"], last["device/samples_per_sec"]) == ("0", "1", "4.0")
+
+
+def test_setting_up_no_loader_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no loader to set up"):
+        Fabric(accelerator="cpu").setup_dataloaders()

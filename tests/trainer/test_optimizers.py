@@ -72,6 +72,7 @@ def with_scheduler(module: Two, **settings: Any) -> dict[str, Any]:
         (pair, True, (2, 0)),
         (pair, False, (2, 0)),
         (lambda m: ([o := sgd(m)], [StepLR(o, 1)]), False, (1, 1)),
+        (lambda m: ([o := sgd(m)], StepLR(o, 1)), False, (1, 1)),
         (lambda m: ([o := sgd(m)], [{"scheduler": StepLR(o, 1), "interval": "step"}]), False, (1, 1)),
         (lambda m: {"optimizer": sgd(m)}, False, (1, 0)),
         (with_scheduler, False, (1, 1)),

@@ -1,0 +1,28 @@
+"""Class methods that make a new object, so that calling them on an object is a mistake."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    making = classmethod
+else:
+
+    class making(classmethod):  # noqa: N801 - a decorator
+        """A ``classmethod`` that raises a TypeError if it is called on an object, which it would not change."""
+
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            bound = super().__get__(instance, owner)
+            if instance is None:
+                return bound
+            name, kind = self.__func__.__name__, type(instance).__name__
+
+            @functools.wraps(self.__func__)
+            def refuse(*args: Any, **kwargs: Any) -> Any:
+                raise TypeError(
+                    f"{name} was called on a {kind}, but it makes a new one and does not change this one. Call it on "
+                    f"the class: module = {kind}.{name}(...)."
+                )
+
+            return refuse

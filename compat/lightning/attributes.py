@@ -1,0 +1,43 @@
+"""Attributes and methods of Lightning's classes that Paceline's classes do not have, and variables that it sets."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from ...callbacks.early_stopping import EarlyStopping
+from ...data.datamodule import DataModule
+from ...processes import seed
+from ...profilers.base import Profiler
+from ...trainer.module import TrainingModule
+
+
+def install() -> None:
+    """Add the attributes and methods to Paceline's classes."""
+    seed.OTHER_PREFIXES.append("PL")
+    stopping: Any = EarlyStopping
+    stopping.mode_dict = {"min": torch.lt, "max": torch.gt}
+    stopping.order_dict = {"min": "<", "max": ">"}
+    data: Any = DataModule
+    data.name = None
+    profiler_type: Any = Profiler
+    profiler_type.local_rank = property(lambda profiler: profiler._local_rank or 0)
+    module: Any = TrainingModule
+    module.to_torchscript = _refuse_torchscript
+    module.to_tensorrt = _refuse_tensorrt
+
+
+def _refuse_torchscript(module: TrainingModule, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{type(module).__name__}.to_torchscript is not available, because PyTorch has deprecated TorchScript. Use "
+        "torch.export.export(network, example_inputs), module.to_onnx(path), or torch.jit.trace(network, "
+        "example_inputs) with a network in the module."
+    )
+
+
+def _refuse_tensorrt(module: TrainingModule, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{type(module).__name__}.to_tensorrt is not available. Compile a network in the module with "
+        "torch_tensorrt.compile(network, inputs=example_inputs), or use module.to_onnx(path)."
+    )
