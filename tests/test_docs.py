@@ -176,6 +176,8 @@ def test_links_lead_somewhere() -> None:
                 continue
             own = DOCS / f"{page}.md"
             goal = (own.parent / path).resolve() if path else own
+            if goal.suffix == ".rst" and goal.parent == DOCS / "reference":
+                continue  # a build writes this page; the test of the site looks for it
             assert goal.exists(), f"{page}: {target}"
             if anchor:
                 there = goal.relative_to(DOCS).with_suffix("").as_posix()

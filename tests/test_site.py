@@ -317,6 +317,15 @@ SEARCHED = {
     "quick test": "first_fit",
     "test few batches": "first_fit",
     "M1": "devices",
+    "low gpu utilization": "howto/slow_run",
+    "unknown length": "data",
+    "validate every 1000 steps": "howto/evaluate_and_predict",
+    "save every 30 minutes": "checkpoints",
+    "hugging face": "checkpoints",
+    "ray tune": "howto/sweep",
+    "optuna": "howto/sweep",
+    "gradient checkpointing": "howto/model_too_large",
+    "gradient norm": "logging",
 }
 
 
