@@ -10,7 +10,7 @@
 #   make torches  the tests with the oldest and the newest torch; about half an hour each
 #   make tpu     the tests of devices on a TPU that is XLA on the CPU; about two minutes
 #   make release  wheel and source distribution in dist/, tried with every Python of this machine; about half an hour
-#   make docs    the documentation as a site of static files in build/docs; half a minute
+#   make docs    the documentation as a site of static files in build/docs; about a minute
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 

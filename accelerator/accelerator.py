@@ -103,7 +103,8 @@ class Accelerator(AcceleratorProperties):
     Args:
         device_placement: whether models and batches are moved to the device automatically.
         split_batches: whether to split each batch across processes; see ``DataLoaderConfiguration``.
-        mixed_precision: ``"no"`` (float32 throughout), ``"fp16"`` or ``"bf16"`` (weights stay float32), or a Precision.
+        mixed_precision: ``"no"`` (float32 throughout), ``"bf16"``, ``"fp16"`` or ``"fp8"`` (weights stay float32), or a
+            Precision.
         gradient_accumulation_steps: number of micro-batches per accumulation window; see ``accumulate``.
         cpu: whether to use the CPU even if there are GPUs.
         dataloader_config: settings for preparing loaders.
@@ -460,7 +461,13 @@ class Accelerator(AcceleratorProperties):
     # ---- models ----------------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the module without its wrappers; see :func:`.models.unwrap_model`."""
+        """Return the module without its DataParallel and DistributedDataParallel wrappers.
+
+        Args:
+            model: the model; a prepared one is returned unchanged.
+            keep_fp32_wrapper: if False, restore the module's own forward.
+            keep_torch_compile: if False, remove ``torch.compile``'s wrapper as well.
+        """
         return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> Any:
@@ -509,12 +516,49 @@ class Accelerator(AcceleratorProperties):
 
     @phase("save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save everything that the loop needs to resume bit for bit; see :meth:`.save_state.States.save`."""
+        """Save everything that the loop needs to resume bit for bit. Every process must call this.
+
+        ``output_dir/state.ckpt`` contains models, optimizers, schedulers, the loss scale, the position in every
+        prepared loader, gradients that are waiting for an optimizer step, the RNG states of every process, and
+        registered objects. At any moment, either the old state or the complete new one exists.
+
+        Args:
+            output_dir: path or URL of a folder. With ``automatic_checkpoint_naming``, None means
+                ``project_dir/checkpoints/checkpoint_<n>``.
+            safe_serialization: has no effect, because reading a saved state never runs code.
+            **kwargs: ``only_trainable=True`` (or ``exclude_frozen_parameters=True``) omits frozen parameters.
+
+        Returns:
+            Path or URL of the folder.
+
+        Raises:
+            RuntimeError: the processes call this method at different points in the program.
+            TypeError: the state of a registered object is not plain data, or an argument is unknown.
+            ValueError: no folder was passed.
+            OSError: writing failed; raised on every process, and the old state is unchanged.
+        """
         return self.states.save(output_dir, safe_serialization, **kwargs)
 
     @phase("load_state")
     def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Resume from a state that :meth:`save_state` wrote; see :meth:`.save_state.States.load`."""
+        """Resume from a state that :meth:`save_state` wrote. Every process must call this, after ``prepare``.
+
+        The next pass over a prepared loader begins at the saved position. If the number of processes has changed since
+        saving, the pass begins after the same number of samples, and a message lists everything else that was derived
+        instead of restored.
+
+        Args:
+            input_dir: the state's folder; None means the newest valid state of the project or of this run.
+            load_kwargs: a dict that may contain ``weights_only=True``, which is always in effect, and ``map_location``,
+                which has no effect.
+            **kwargs: ``strict=True`` makes an object that cannot be restored an error, before anything changes; by
+                default it causes a warning. Others as in ``load_kwargs``.
+
+        Raises:
+            FileNotFoundError: the state does not exist.
+            ValueError: the state is damaged, or was saved with different optimizers.
+            RuntimeError: the weights do not match the models, or ``strict`` is set and an object cannot be restored.
+        """
         self.states.load(input_dir, load_kwargs, **kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -543,29 +587,79 @@ class Accelerator(AcceleratorProperties):
         return self.states.on_load(hook)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return a model's full state dict. Every process must call this; see :meth:`.ModelWeights.state_dict`."""
+        """Return a model's full state dict. Every process must call this.
+
+        If the weights are sharded, rank 0 gets them on the CPU, and all other ranks get an empty dict.
+
+        Args:
+            model: the model, prepared or not, possibly compiled.
+            unwrap: whether to omit the prefixes that wrappers such as ``torch.compile`` add to names.
+        """
         return self.weights.state_dict(model, unwrap)
 
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write a model's weights to a folder. Every process must call this; see :meth:`.ModelWeights.save_model`."""
+        """Write a model's weights to a folder, in several files with an index if they are large.
+
+        Every process must call this. Only weights are written: no ``config.json`` and no tokenizer. Each file is
+        written atomically, and the index is written last. Afterward, files that an earlier call wrote in the same
+        format are removed. Tied tensors are written once.
+
+        Args:
+            model: the prepared model.
+            save_directory: path or URL of a folder, which is created if it does not exist.
+            max_shard_size: maximum file size in bytes, or a string such as ``"5GB"``. A tensor larger than this is
+                still written as one file.
+            safe_serialization: if True, write ``model*.safetensors``; otherwise ``pytorch_model*.bin``.
+
+        Raises:
+            ValueError: ``max_shard_size`` is not valid.
+            OSError: a file could not be written; raised on every process.
+        """
         self.weights.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object to a file on the main process; see :meth:`.model_weights.ModelWeights.save`."""
+        """Write an object to a file on the main process. If ``f`` is a path, the file is written atomically.
+
+        Args:
+            obj: anything that ``torch.save`` accepts; with ``safe_serialization``, a dict of tensors.
+            f: a path or an open binary file.
+            safe_serialization: whether to use the safetensors format.
+
+        Raises:
+            TypeError: the safetensors format cannot store the object.
+        """
         self.weights.save(obj, f, safe_serialization)
 
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the trackers that ``log_with`` requests; see :meth:`.trackers.Trackers.start`."""
+        """Start the trackers that ``log_with`` requests, and log the run's settings.
+
+        Trackers of an earlier run are closed.
+
+        Args:
+            project_name: name of the folder in the logging directory, or of the project at the tracking service.
+            config: the run's settings.
+            init_kwargs: additional arguments, keyed by tracker name.
+        """
         self.trackers.start(project_name, config, init_kwargs, self.project_configuration.logging_dir)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Log the values of one step to all trackers; see :meth:`.trackers.Trackers.log`."""
+        """Log the values of one step to all trackers.
+
+        Args:
+            values: numbers, single-element tensors, and other values that the trackers support. Paceline's trackers
+                skip None.
+            step: position on the x-axis.
+            log_kwargs: additional arguments of a tracker's ``log``, keyed by tracker name.
+
+        Raises:
+            RuntimeError: ``init_trackers`` was not called.
+        """
         self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -579,7 +673,12 @@ class Accelerator(AcceleratorProperties):
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
-        """Context manager that yields torch's profiler; see :meth:`.kwargs_handlers.ProfileKwargs.record`."""
+        """Context manager that yields torch's running profiler. With a schedule, call its ``step()`` per batch.
+
+        With ``ProfileKwargs(output_trace_dir=...)``, every process writes ``profile_<rank>.json`` to that folder
+        (repeated schedules also write ``profile_<rank>_1.json``, ...), and all processes wait until the traces are
+        written.
+        """
         return (profile_handler or self.handlers.profile or ProfileKwargs()).record(self.strategy)
 
     def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
@@ -602,5 +701,13 @@ class Accelerator(AcceleratorProperties):
         return self.prepared.join_uneven_inputs(joinables, even_batches)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that skips the first batches of each pass; see :func:`.loaders.skip_first_batches`."""
+        """Return a loader that skips the first ``num_batches`` batches of each pass.
+
+        The returned loader shares its epoch count with ``dataloader``, so after one pass over the returned loader,
+        ``dataloader`` continues with the next epoch. Batches that ``load_state`` has already skipped are not skipped
+        again.
+
+        Raises:
+            ValueError: ``num_batches`` is negative.
+        """
         return skip_first_batches(dataloader, num_batches)

@@ -32,14 +32,7 @@ class ModelWeights:
     project: ProjectConfiguration
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict of a model. Every rank must call this.
-
-        If the weights are sharded, rank 0 gets them on the CPU, and all other ranks get an empty dict.
-
-        Args:
-            model: the model, prepared or not, possibly compiled.
-            unwrap: whether to omit the prefixes that wrappers such as ``torch.compile`` add to names.
-        """
+        """Return the full state dict of a model; see :meth:`.Accelerator.get_state_dict`."""
         module = unwrapped(model) if unwrap else model
         placement = self.prepared.placements.get(id(module))
         if placement is None:
@@ -55,22 +48,7 @@ class ModelWeights:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights, split into several files with an index if they are large.
-
-        Every rank must call this. Each file is written atomically, and the index is written last. Afterward, files
-        that an earlier call wrote in the same format are removed. Tied tensors are written once.
-
-        Args:
-            model: the prepared model.
-            save_directory: path or URL of a folder, which is created if it does not exist.
-            max_shard_size: maximum file size in bytes, or a string such as ``"5GB"``. A tensor larger than this is
-                still written as one file.
-            safe_serialization: if True, write ``model*.safetensors``; otherwise ``pytorch_model*.bin``.
-
-        Raises:
-            ValueError: ``max_shard_size`` is not valid.
-            OSError: a file could not be written; raised on every rank.
-        """
+        """Write a model's weights to a folder; :meth:`.Accelerator.save_model` describes the arguments."""
         limit = size_in_bytes(max_shard_size, "max_shard_size")
         strategy = self.strategy
         folder = location(save_directory)
@@ -89,15 +67,7 @@ class ModelWeights:
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object on rank 0 (or on local rank 0 of every node, with ``save_on_each_node``).
 
-        If ``f`` is a path, the file is written atomically.
-
-        Args:
-            obj: anything that ``torch.save`` accepts; with ``safe_serialization``, a dict of tensors.
-            f: a path or an open binary file.
-            safe_serialization: whether to use the safetensors format.
-
-        Raises:
-            TypeError: the safetensors format cannot store the object.
+        :meth:`.Accelerator.save` describes the arguments.
         """
         if self.project.writes(self.strategy):
             save_object(obj, f, safe_serialization)

@@ -44,28 +44,7 @@ class States:
     # ---- save ------------------------------------------------------------------------------------------------------
 
     def save(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:
-        """Save everything that the loop needs to resume. Every rank must call this.
-
-        ``output_dir/state.ckpt`` contains models, optimizers, schedulers, the loss scale, the position in every
-        prepared loader, gradients that are waiting for an optimizer step, the RNG states of every rank, and registered
-        objects. At any moment, either the old state or the complete new one exists.
-
-        Args:
-            output_dir: path or URL of a folder. With ``automatic_checkpoint_naming``, None means
-                ``project_dir/checkpoints/checkpoint_<n>``.
-            safe_serialization: has no effect, because reading a saved state never runs code.
-            **save_model_func_kwargs: ``only_trainable=True`` (or ``exclude_frozen_parameters=True``) omits frozen
-                parameters.
-
-        Returns:
-            Path or URL of the folder.
-
-        Raises:
-            RuntimeError: the ranks call this method at different points in the program.
-            TypeError: the state of a registered object is not plain data, or an argument is unknown.
-            ValueError: no folder was passed.
-            OSError: writing failed; raised on every rank, and the old state is unchanged.
-        """
+        """Save everything that the loop needs to resume; :meth:`.Accelerator.save_state` describes the arguments."""
         messages.ignored(
             "accelerator.save_state",
             "a state is one file that can be read without running code",
@@ -140,25 +119,7 @@ class States:
         strict: bool = False,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Resume from a state that :meth:`save` wrote. Every rank must call this, after ``prepare``.
-
-        The next pass over a prepared loader begins at the saved position. If the number of ranks has changed since
-        saving, the pass begins after the same number of samples, and a message lists everything else that was derived
-        instead of restored.
-
-        Args:
-            input_dir: the state's folder; None means the newest valid state of the project or of this run.
-            load_kwargs: a dict that may contain ``weights_only=True``, which is always in effect, and ``map_location``,
-                which has no effect.
-            strict: if True, an object that cannot be restored raises an error, and nothing changes; if False, it causes
-                a warning.
-            **load_model_func_kwargs: same as ``load_kwargs``.
-
-        Raises:
-            FileNotFoundError: the state does not exist.
-            ValueError: the state is damaged, or was saved with different optimizers.
-            RuntimeError: the weights do not match the models, or ``strict`` is set and an object cannot be restored.
-        """
+        """Resume from a state that :meth:`save` wrote; :meth:`.Accelerator.load_state` describes the arguments."""
         _check_options({**(load_kwargs or {}), **load_model_func_kwargs})
         strategy = self.contents.strategy
         strategy.barrier(f"accelerator.load_state({'' if input_dir is None else repr(str(input_dir))})")

@@ -177,46 +177,74 @@ class Callback:
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Called when fit, validate, test or predict begins, before the module's own ``setup``.
 
-        The hook may add layers or data, but must not assume that the module is already on its device. ``stage`` is the
-        name of the entry point.
+        ``stage`` is the name of the entry point. The hook may add layers or data. It must not assume that the module is
+        already on its device.
         """
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Called last, even after an exception. It may release the callback's resources, but must not raise."""
+        """Called last, even after an exception. The hook may release the callback's resources. It must not raise."""
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Called when an exception or Ctrl-C ends the run. It may save a checkpoint, but must not call a collective."""
+        """Called when an exception or Ctrl-C ends the run. Each rank that fails calls it, without the others.
+
+        The hook may save a checkpoint: after an exception ``trainer.save_checkpoint`` waits for no other rank (rank 0
+        writes the file; a sharded model cannot be saved). It must not call any other collective.
+        """
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called once per fit, when the module is on its device and the optimizers exist. It may change both."""
+        """Called once per fit, when the module is on its device and the optimizers exist.
+
+        The hook may change both; a resume restores the state of the optimizers after it. It must not log.
+        """
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called once per fit, after ``on_train_end``; not after an exception."""
+        """Called once per fit, after ``on_train_end``; not after an exception.
+
+        The hook may write results. It must not train or log.
+        """
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the few validation batches that run before training. Random states are restored afterward."""
+        """Called before the few validation batches that run before training. Random states are restored afterward.
+
+        The hook must not log.
+        """
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the sanity check. The values logged during the check are then discarded."""
+        """Called after the sanity check. The values logged during the check are then discarded.
+
+        The hook must not log.
+        """
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the first epoch of a fit. When a fit resumes, the counters are already restored."""
+        """Called before the first epoch of a fit. When a fit resumes, the counters are already restored.
+
+        The hook may log, and change optimizers: a resume has already restored them.
+        """
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last epoch, when metrics are final. It may save a checkpoint, but must not train."""
+        """Called after the last epoch, when metrics are final.
+
+        The hook may save a checkpoint. It must not train or log.
+        """
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before an epoch's first batch is fetched. The hook may change optimizers and loaders."""
+        """Called before an epoch's first batch is fetched.
+
+        The hook may log, and change optimizers, loaders and ``trainer.accumulate_grad_batches``.
+        """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after each epoch's last batch (and validation). ``callback_metrics`` contains the epoch's metrics."""
+        """Called after each epoch's last batch (and validation). ``callback_metrics`` contains the epoch's metrics.
+
+        The hook may log, read ``trainer.callback_metrics`` and save a checkpoint.
+        """
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int
     ) -> int | None:
-        """Called before each training batch. The batch is already on the device and may be changed in place.
+        """Called before each training batch, which is already on the device.
 
-        Return -1 to skip the rest of the epoch.
+        The hook may log, change the batch in place, and return -1 to skip the rest of the epoch.
         """
 
     def on_train_batch_end(
@@ -227,53 +255,67 @@ class Callback:
         Callbacks come before the module, and ``ModelCheckpoint`` comes after both, so it saves what they changed.
         ``outputs`` is the result of ``training_step`` as a dict. Its loss is a detached scalar of shape () and is not
         divided by ``accumulate_grad_batches``. ``outputs`` is None if the batch was skipped. Gradients are already
-        cleared, so read them in ``on_before_optimizer_step``. The hook must not wait for the device, because that would
-        slow down every step.
+        cleared, so read them in ``on_before_optimizer_step``. The hook may log, save a checkpoint and stop the run. It
+        must not wait for the device, because that would slow down every step.
         """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
         """Called before each backward pass.
 
-        ``loss`` is a scalar of shape (), divided by ``accumulate_grad_batches`` but not yet scaled for fp16.
+        ``loss`` is a scalar of shape (), divided by ``accumulate_grad_batches`` but not yet scaled for fp16. The hook
+        may read the loss and log. It must not change the loss: the change would be ignored.
         """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the backward pass of each micro-batch.
 
-        Gradients may be scaled (fp16), sharded and not yet averaged.
+        Gradients can be scaled (fp16), sharded and not yet averaged. The hook may read them and log. It must not clear
+        them or step an optimizer.
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called before each optimizer step and before clipping.
 
-        Gradients are fully accumulated, unscaled and averaged across ranks. Read or change gradients here, for example
-        to log norms or add noise. With a sharded model, each rank sees its own shard. If automatic optimization steps
-        several optimizers, ``optimizer`` represents all of them and lists them in ``optimizer.optimizers``. The same
-        applies to :meth:`on_before_zero_grad`.
+        Gradients are fully accumulated, unscaled and averaged across ranks. With a sharded model, each rank sees its
+        own shard. If automatic optimization steps several optimizers, ``optimizer`` represents all of them and lists
+        them in ``optimizer.optimizers``. The same applies to :meth:`on_before_zero_grad`. The hook may read and change
+        gradients, for example to log norms or add noise. It must not step an optimizer.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        """Called right after the optimizer step, before the gradients it used are cleared."""
+        """Called right after the optimizer step, before the gradients it used are cleared.
+
+        The hook may log, and read the clipped gradients that the step used.
+        """
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when validation starts, in eval mode and with gradients disabled. The hook may swap weights."""
+        """Called when validation starts, in eval mode and with gradients disabled.
+
+        The hook may log, and swap weights (put them back in :meth:`on_validation_end`). It must not train.
+        """
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when validation has finished and its metrics are known. ``ModelCheckpoint`` saves here."""
+        """Called when validation has finished and its metrics are known. ``ModelCheckpoint`` saves here.
+
+        The hook may read ``trainer.callback_metrics`` and save a checkpoint. It must not log.
+        """
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the first validation batch."""
+        """Called before the first validation batch. The hook may log."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the last validation batch of all loaders.
 
-        Values logged here are added to the epoch's metrics.
+        The hook may log: the values are added to the epoch's metrics.
         """
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each validation batch. The batch is already on the device."""
+        """Called before each validation batch, which is already on the device.
+
+        The hook may log, and change the batch in place.
+        """
 
     def on_validation_batch_end(
         self,
@@ -284,24 +326,39 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each validation batch; ``outputs`` is what ``validation_step`` returned."""
+        """Called after each validation batch; ``outputs`` is what ``validation_step`` returned.
+
+        The hook may log, and keep ``outputs``.
+        """
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when testing starts. The module is in eval mode and gradients are disabled."""
+        """Called when testing starts, in eval mode and with gradients disabled.
+
+        The hook may log, and swap weights (put them back in :meth:`on_test_end`). It must not train.
+        """
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when testing has finished and its metrics are known."""
+        """Called when testing has finished and its metrics are known.
+
+        The hook may read ``trainer.callback_metrics``. It must not log.
+        """
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the first test batch."""
+        """Called before the first test batch. The hook may log."""
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last test batch of all loaders. Values logged here are added to the epoch's metrics."""
+        """Called after the last test batch of all loaders.
+
+        The hook may log: the values are added to the epoch's metrics.
+        """
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each test batch. The batch is already on the device."""
+        """Called before each test batch, which is already on the device.
+
+        The hook may log, and change the batch in place.
+        """
 
     def on_test_batch_end(
         self,
@@ -312,24 +369,42 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each test batch; ``outputs`` is what ``test_step`` returned."""
+        """Called after each test batch; ``outputs`` is what ``test_step`` returned.
+
+        The hook may log, and keep ``outputs``.
+        """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when prediction starts. The module is in eval mode and gradients are disabled."""
+        """Called when prediction starts, in eval mode and with gradients disabled.
+
+        The hook may swap weights (put them back in :meth:`on_predict_end`). It must not train or log.
+        """
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called when prediction has finished."""
+        """Called when prediction has finished.
+
+        The hook may write the predictions. It must not log.
+        """
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the first prediction batch."""
+        """Called before the first prediction batch.
+
+        The hook must not log.
+        """
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after the last prediction batch of all loaders."""
+        """Called after the last prediction batch of all loaders.
+
+        The hook must not log.
+        """
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each prediction batch. The batch is already on the device."""
+        """Called before each prediction batch, which is already on the device.
+
+        The hook may change the batch in place. It must not log.
+        """
 
     def on_predict_batch_end(
         self,
@@ -340,16 +415,22 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after each prediction batch; ``outputs`` is what ``predict_step`` returned. Store predictions here."""
+        """Called after each prediction batch; ``outputs`` is what ``predict_step`` returned.
+
+        The hook may write ``outputs`` to a file. It must not log.
+        """
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Called when the contents of a checkpoint have been collected, before it is written.
 
-        The hook may add plain data and tensors to it, but must not train.
+        The hook may add plain data and tensors to it. It must not train.
         """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Called after a checkpoint's weights are loaded and before this callback's ``load_state_dict``."""
+        """Called after a checkpoint's weights are loaded and before this callback's ``load_state_dict``.
+
+        The hook may read the checkpoint. The module's own hook runs before its weights are loaded.
+        """
 
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
         """Return a function that the trainer calls instead of ``step``. Called once, when training starts.

@@ -274,6 +274,24 @@ def test_the_list_of_versions_leads_to_the_same_page_and_back(two_versions: Path
         server.shutdown()
 
 
+def test_a_hook_of_the_reference_has_its_own_name_and_what_its_docstring_permits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "site")
+    page = runpy.run_path(str(ROOT / "docs" / "site" / "tables.py"))["hooks"]()
+    entries = dict(zip(*[iter(re.split(r"^(\w+)\n~+\n", page, flags=re.M)[1:])] * 2, strict=True))
+    assert not [name for name, entry in entries.items() if set(re.findall(r"def (\w+)\(", entry)) != {name}]
+    facts = {name: dict(re.findall(r"^:([\w ]+): (.*)$", entry, re.M)) for name, entry in entries.items()}
+    permissions = re.compile(r"\b(may|must not)\b|[.] [a-z]")
+    assert not {name: one["When"] for name, one in facts.items() if permissions.search(one["When"])}
+    assert facts["setup"]["May"] == "add layers or data"
+    assert facts["setup"]["Must not"] == "assume that the module is already on its device"
+    assert facts["on_train_epoch_start"]["May"].endswith("loaders and ``trainer.accumulate_grad_batches``")
+    assert facts["on_validation_start"]["May"].startswith("log, and swap weights")
+    assert facts["prepare_data"]["May"] == "download or unpack data"
+    assert facts["on_exception"]["Ranks"] == "Each rank that fails calls it, without the others."
+
+
 #: What readers search, and the page that should be among the first three results.
 SEARCHED = {
     "nan loss": "howto/diverging_run",
@@ -299,6 +317,15 @@ SEARCHED = {
     "quick test": "first_fit",
     "test few batches": "first_fit",
     "M1": "devices",
+    "low gpu utilization": "howto/slow_run",
+    "unknown length": "data",
+    "validate every 1000 steps": "howto/evaluate_and_predict",
+    "save every 30 minutes": "checkpoints",
+    "hugging face": "checkpoints",
+    "ray tune": "howto/sweep",
+    "optuna": "howto/sweep",
+    "gradient checkpointing": "howto/model_too_large",
+    "gradient norm": "logging",
 }
 
 

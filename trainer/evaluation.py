@@ -177,7 +177,7 @@ class EvalLoop:
                     kept.append(outputs)
                 if metrics.steps_in_evaluation:
                     metrics.flush_eval_step()
-        self.check_length(batch_idx + 1, limit, known)
+        self.check_length(loader, batch_idx + 1, limit, known)
         keep_step(places)
         self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         run.predict_batch_indices.append(taken)
@@ -227,13 +227,26 @@ class EvalLoop:
         self.predictions.append(kept)
         run.predict_batch_indices.append([])
 
-    def check_length(self, seen: int, limit: float, known: float) -> None:
-        """Raise if a loader that knows its length yielded a different number of batches."""
+    def check_length(self, loader: Any, seen: int, limit: float, known: float) -> None:
+        """Raise if a loader that knows its length yielded a different number of batches, or if an iterator is used up.
+
+        Without batches no value is logged, and callbacks would monitor the values of the previous validation.
+        """
+        if seen == 0 and isinstance(loader, Iterator):
+            self.refuse_empty(
+                f"The {self.word} dataloader yielded no batch. A generator can be read only once (the sanity check "
+                "before training reads from it, too), so pass a DataLoader, a list, or an object whose __iter__ starts "
+                "over."
+            )
         if seen != limit and known != float("inf"):
             raise RuntimeError(
                 f"The {self.word} dataloader has length {known}, but yielded {seen} instead of {limit} batches. "
                 "Correct __len__, or remove it."
             )
+
+    def refuse_empty(self, why: str) -> None:
+        """Raise an error for an evaluation without batches."""
+        raise RuntimeError(why)
 
     def may_stop(self, known: float) -> bool:
         """Return True if a signal may stop this evaluation between two batches.

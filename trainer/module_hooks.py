@@ -30,7 +30,7 @@ class ModuleHooks:
     def prepare_data(self) -> None:
         """Called before ``setup`` at the start of each run. Runs once per machine (on local rank 0); other ranks wait.
 
-        The hook may download or unpack data, but must not set attributes, because other ranks would not have them.
+        The hook may download or unpack data. It must not set attributes, because other ranks would not have them.
         """
 
     def setup(self, stage: str) -> None:
@@ -40,7 +40,7 @@ class ModuleHooks:
         """Called at the very end of a run, even after an exception."""
 
     def configure_model(self) -> None:
-        """Build or shard large layers here. Runs at every entry point, so it must not build them twice."""
+        """Build or shard large layers here. Runs at every entry point. It must not build them twice."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
         """Return callbacks to add; each replaces the Trainer's callbacks of the same type."""

@@ -78,9 +78,11 @@ class Trainer:
             ``"0,1"``), or ``"auto"`` for all devices of this kind. On a CPU, this is the number of processes;
             ``"auto"`` means one.
         num_nodes: the number of machines.
-        precision: ``"32-true"`` (the default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or
-            ``"bf16-mixed"``; the short forms ``"32"``, ``"64"``, ``"16"`` (mixed) and ``"bf16"`` (mixed), which can
-            also be numbers; or a Precision object.
+        precision: ``"32-true"`` (the default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``,
+            ``"bf16-mixed"``, ``"fp8-mixed"``, ``"transformer-engine"``, ``"transformer-engine-float16"``,
+            ``"bnb.nf4"``, ``"bnb.nf4-dq"``, ``"bnb.fp4"``, ``"bnb.fp4-dq"``, ``"bnb.int8"`` or
+            ``"bnb.int8-training"``; the short forms ``"32"``, ``"64"``, ``"16"``, ``"bf16"`` and ``"fp8"`` (the last
+            three mixed); the numbers 64, 32 and 16; or a Precision object.
         logger: a Logger or a list of Loggers; TensorBoard if True or None; no logger if False.
         callbacks: a Callback or a list of Callbacks. A progress bar, a model summary and a ``ModelCheckpoint`` are
             added by default.

@@ -263,6 +263,7 @@ def _replace_methods() -> None:
         (ClosureStep, "refuse"): lambda step, why: messages.warn(why),
         (ClosureStep, "restart"): lambda step: step.clear(step.optimizer) if step.state.window else None,
         (DataModule, "__str__"): datamodule_text,
+        (EvalLoop, "refuse_empty"): lambda loop, why: messages.warn(why),
         (EvalLoop, "switch"): _switching(EvalLoop.switch),
         (FitLoop, "report_finished"): _refuse_more_epochs(FitLoop.report_finished),
         (FitLoop, "advise"): advising_train(FitLoop.advise),

@@ -92,7 +92,7 @@ def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, co
     described = env.domains.python_domain.objects
     found = by_last_part(env).get(name, [])
     closer = [full for full in found if full.endswith(f".{owner}.{name}")] if owner else []
-    best = closer or found
+    best = closer or ([] if owner[:1].isupper() else found)  # another class's method of that name is a wrong guess
     if len(best) != 1 and len({described[one].node_id for one in best}) != 1:
         return None
     there = described[best[0]]

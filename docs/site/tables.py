@@ -93,9 +93,24 @@ METHODS = {
     "val_dataloader": _LOADS,
     "test_dataloader": _LOADS,
     "predict_dataloader": _LOADS,
+    "on_before_batch_transfer": Rights(
+        "every rank, for its own batches", "change the batch on the host, and return it", "move it to the device"
+    ),
     "transfer_batch_to_device": Rights(
         "every rank, for its own batches", "move batches of any type", "leave tensors that a step uses on the host"
     ),
+    "on_after_batch_transfer": Rights(
+        "every rank, for its own batches", "change the batch on the device, and return it", "move it back to the host"
+    ),
+    "on_validation_model_zero_grad": Rights(may="clear gradients that your own code has kept"),
+    **{
+        f"on_{stage}_model_{mode}": rights
+        for stage in ("validation", "test", "predict")
+        for mode, rights in (
+            ("eval", Rights(may="leave some layers in train mode", must_not="change weights")),
+            ("train", Rights(may="restore modes in another way", must_not="change weights")),
+        )
+    },
     "state_dict": Rights(may="return plain data and tensors"),
     "load_state_dict": Rights(may="read the state and set attributes"),
 }
@@ -107,7 +122,7 @@ def hook(name: str, owners: dict[str, type]) -> str:
     if not having:
         return ""
     text = heading(name, "~")
-    text += block("python", "\n".join(f"{signature(found)}  # {who}" for who, found in having.items()))
+    text += block("python", "\n".join(f"{signature(name, found)}  # {who}" for who, found in having.items()))
     facts: dict[str, list[str]] = {"When": [], "Ranks": [], "May": [], "Must not": []}
     for clause in clauses(inspect.getdoc(next(iter(having.values()))) or ""):
         facts[topic(clause)].append(clause)
@@ -115,32 +130,34 @@ def hook(name: str, owners: dict[str, type]) -> str:
     defaults = {"Ranks": rights.ranks, "May": rights.may, "Must not": rights.must_not}
     for fact, found in facts.items():
         if found:
-            said = [re.sub(r"^(?:The hook )?(?:may|must not) ", "", one, flags=re.I) for one in found]
-            text += f":{fact}: {' '.join(said)}\n"
+            said = [RIGHT.sub("", one) for one in found]
+            text += f":{fact}: {' '.join(said) if fact in ('When', 'Ranks') else ' '.join(said).rstrip('.')}\n"
         elif fact in defaults:
             text += f":{fact}: {defaults[fact]}\n"
     return text + "\n"
 
 
-def signature(function: Any) -> str:
+def signature(name: str, function: Any) -> str:
+    """Return a hook's ``def``; several hooks can share one function, which has the name of the first."""
     names = [str(one.replace(annotation=one.empty)) for one in inspect.signature(function).parameters.values()]
-    return f"def {function.__name__}({', '.join(names)})"
+    return f"def {name}({', '.join(names)})"
+
+
+#: The beginning of a sentence that says what a hook may or must not do.
+RIGHT = re.compile(r"^(?:(?:The hook|It) )?(may|must not) ", re.I)
 
 
 def clauses(doc: str) -> list[str]:
     """Return a docstring's sentences; what a hook may and must not do becomes separate sentences."""
     body = doc.partition("\n\nArgs:")[0].partition("\n\nReturns:")[0].partition("\n\nRaises:")[0]
-    text = re.sub(r"; (?=(may|must not) )", ". ", " ".join(body.split()))
-    text = re.sub(r":meth:`(?:~)?(\w+)`", r"``\1``", text)
-    return [one[:1].upper() + one[1:] for one in re.split(r"(?<=\.) (?=[A-Zm`])", text)]
+    text = re.sub(r":meth:`(?:~)?(\w+)`", r"``\1``", " ".join(body.split()))
+    return re.split(r"(?<=\.) (?=[A-Z`])", text)
 
 
 def topic(clause: str) -> str:
-    if re.match(r"(The hook )?must not\b", clause, re.I):
-        return "Must not"
-    if re.match(r"May\b", clause):
-        return "May"
-    return "Ranks" if re.search(r"\b(all ranks|once per machine|each rank)\b", clause) else "When"
+    if right := RIGHT.match(clause):
+        return right[1].capitalize()
+    return "Ranks" if re.search(r"\b(all ranks|once per machine|each rank)\b", clause, re.I) else "When"
 
 
 def commands() -> str:

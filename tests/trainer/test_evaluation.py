@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any, NamedTuple
 
@@ -404,6 +405,27 @@ def test_the_trainer_shows_loaders_in_the_structure_in_which_they_were_given(qui
     assert trainer.val_dataloaders == [one, two]
     trainer.test(Module(), one, verbose=False)
     assert trainer.test_dataloaders is one
+
+
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_a_generator_is_used_up_after_one_validation_which_is_an_error(
+    num_sanity_val_steps: int, quiet: dict[str, Any]
+) -> None:
+    trainer = Trainer(max_epochs=2, num_sanity_val_steps=num_sanity_val_steps, **quiet)
+    with pytest.raises(RuntimeError, match=r"yielded no batch. A generator can be read only once"):
+        trainer.fit(Net(), loader(), (batch for batch in loader(rows=8)))
+    assert trainer.current_epoch == 1
+
+
+def test_an_endless_iterator_gives_each_validation_its_next_batches(quiet: dict[str, Any]) -> None:
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch)
+
+    seen: list[int] = []
+    trainer = Trainer(max_epochs=2, num_sanity_val_steps=0, limit_val_batches=2, **quiet)
+    trainer.fit(Module(), loader(), itertools.count())
+    assert seen == [0, 1, 2, 3]
 
 
 def test_overfit_batches_says_that_it_turns_shuffling_off(quiet: dict[str, Any]) -> None:
