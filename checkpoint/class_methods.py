@@ -22,7 +22,7 @@ else:
             def refuse(*args: Any, **kwargs: Any) -> Any:
                 raise TypeError(
                     f"{name} was called on a {kind}, but it makes a new one and does not change this one. Call it on "
-                    f"the class: module = {kind}.{name}(...)."
+                    f"the class: {kind}.{name}(...)."
                 )
 
             return refuse

@@ -18,7 +18,7 @@ from .hyperparameters import COMMAND_LINE_KEYS, CONFIG, AttributeDict
 from .instantiate import are_of_command_line, instantiate_module
 from .read import read
 
-#: The keys of hyperparameters in the files of early versions of Lightning, oldest first.
+#: The keys of hyperparameters in the files of Lightning versions before 1.0, oldest first.
 _FORMER_KEYS = ("hparams", "module_arguments")
 
 
@@ -44,7 +44,8 @@ def load_from_checkpoint(
     """
     checkpoint = read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
     is_module = issubclass(cls, nn.Module)
-    _rename_hyperparameters(cls, checkpoint)
+    if is_module and str(checkpoint.get("pytorch-lightning_version")).startswith("0."):
+        _rename_hyperparameters(cls, checkpoint)
     if hparams_file is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams(Path(hparams_file))
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
@@ -66,7 +67,7 @@ def load_from_checkpoint(
 
 
 def _rename_hyperparameters(cls: Any, checkpoint: dict[str, Any]) -> None:
-    """Give the hyperparameters in a file of an early version of Lightning their present key."""
+    """Give the hyperparameters in a file of a Lightning version before 1.0 their present key."""
     former = [checkpoint[key] for key in _FORMER_KEYS if isinstance(checkpoint.get(key), Mapping)]
     if former and cls.CHECKPOINT_HYPER_PARAMS_KEY not in checkpoint:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = {name: one[name] for one in former for name in one}

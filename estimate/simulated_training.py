@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import messages
-from ..callbacks.base import Callback
+from ..callbacks.base import Callback, overridden
 from ..processes.device_transfer import in_dtype
 from ..processes.devices import AcceleratorName, find_kind
 from ..processes.environments import LocalEnvironment
@@ -92,7 +92,9 @@ class Copier:
 
 
 class Rehearsal:
-    """Trains a copy of a module on one batch without allocating memory, with the steps that a Trainer takes.
+    """Trains a copy of a module on one batch without allocating memory, with a Trainer's steps.
+
+    A module's own ``optimizer_step`` is not called, so optimizers that need a closure cannot be simulated.
 
     Args:
         batch: one process's batch; if None, no steps are run.
@@ -174,6 +176,7 @@ class Rehearsal:
             devices=1,
             plugins=[NoLauncher()],
             accumulate_grad_batches=self.micro_batches,
+            gradient_clip_val=None if own is None else clip_value_of(own),
         )
         trainer.strategy = self.strategy
         run = trainer.current_run = Run(trainer)
@@ -256,6 +259,11 @@ class Rehearsal:
         for optimizer in self.run.optimizers:
             values = pytree.tree_leaves(list(optimizer.state.values()))
             self.ledger.claim((value for value in values if isinstance(value, Tensor)), "optimizer")
+
+
+def clip_value_of(module: TrainingModule) -> float | None:
+    """Return a limit for a module that clips gradients itself, which may compute with the Trainer's; otherwise None."""
+    return None if overridden(module, "configure_gradient_clipping", TrainingModule) is None else 1.0
 
 
 class _Phases(Callback):

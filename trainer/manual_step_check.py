@@ -48,8 +48,8 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
 class ManualStepCheck:
     """Raises if the user's code steps one of the fit's optimizers during the first :data:`UPDATES` updates.
 
-    The wrapped optimizers from ``self.optimizers()`` raise in later updates, too. The step says when an update begins
-    and when it has ended.
+    The wrapped optimizers from ``self.optimizers()`` raise in later updates, too. Each step says when an
+    update has ended. One whose update is not a closure says when it begins, too.
     """
 
     def __init__(self, run: Run) -> None:

@@ -8,9 +8,9 @@ the device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,13 @@ Place = tuple[Moment, Table, int | None]
 Send = Callable[[dict[str, float], int], None]
 #: Loader index, record and epoch value.
 Result = tuple[int | None, Record, Tensor | float]
+
+
+class Evaluated(NamedTuple):
+    """The names that the latest evaluation logged, and after how many training batches."""
+
+    batches: int
+    names: list[str]
 
 
 class MetricStore:
@@ -63,6 +70,7 @@ class MetricStore:
         self._dataloader_idx: int | None = None
         self._tables: dict[tuple[str, str, int | None], Table] = {}
         self._finished: dict[str, Tensor] = {}
+        self._evaluated = Evaluated(0, [])
         self._copies: list[_HostCopy] = []
         self._bar = _BarValues()
         self._eval_steps: dict[str, int] = {}
@@ -250,22 +258,31 @@ class MetricStore:
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return every value logged so far, by name, for callbacks to monitor."""
-        found = dict(self._finished)
-        for stage, record in self.known():
+        found, newer = dict(self._finished), self._newer()
+        for stage, record in sorted(self.known(), key=lambda known: known[0] == self.state.stage):
             if record.options.rank_zero_only or not record.seen:
                 continue
             if stage == "train" and record.on_step and (value := record.step_value()) is not None:
-                found[record.step_key] = found[record.key] = as_tensor(value, record.dtype)
+                tensor = as_tensor(value, record.dtype)
+                found |= {key: tensor for key in (record.step_key, record.key) if key not in newer}
             if record.on_epoch and stage == self.state.stage and self.epoch_ended:
                 value = record.result(self.strategy)
                 found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
 
+    def _newer(self) -> Sequence[str]:
+        """Return the names whose last value is an evaluation's, because no batch has been trained on since."""
+        return self._evaluated.names if self._evaluated.batches == self.state.batches else ()
+
     def is_step_value(self, name: str) -> bool:
-        """Return True if the value to monitor under ``name`` is that of the last training step."""
-        return any(
-            stage == "train" and record.seen and record.on_step and name in (record.key, record.step_key)
+        """Return True if the value to monitor under ``name`` is that of the last training step, and of no evaluation."""
+        logged = [
+            (stage, record)
             for stage, record in self.known()
+            if name in (record.key, record.step_key) and not record.options.rank_zero_only
+        ]
+        return any(record.seen for _, record in logged) and all(
+            stage == "train" and record.on_step for stage, record in logged
         )
 
     def give(self, name: str, value: Tensor | float) -> None:
@@ -380,16 +397,19 @@ class MetricStore:
         self._share()
         self.progress_bar_metrics()  # the bar's last chance to read step values, which are reset next
         results: list[Result] = []
+        newer = self._newer()
         for dataloader_idx, record in self._stage_records(self.state.stage):
             if not record.seen:
                 continue
             trains = self.state.stage == "train"  # an evaluation's step values only go to the loggers
             if trains and record.on_step and (value := record.step_value()) is not None:
-                self._keep(record, record.step_key, value)
+                self._keep(record, record.step_key, value, newer)
             if record.on_epoch:
                 value = record.result(self.strategy)
                 results.append((dataloader_idx, record, value))
                 self._keep(record, record.epoch_key, value)
+        if self.state.stage != "train":
+            self._evaluated = Evaluated(self.state.batches, [key for _, r, _ in results for key in (r.epoch_key, r.key)])
         for _, record in self._stage_records(self.state.stage):
             record.reset()
         for sharing in self._sharings.values():
@@ -400,10 +420,11 @@ class MetricStore:
         self.batch = self._sized = None
         return results
 
-    def _keep(self, record: Record, key: str, value: Tensor | float) -> None:
-        """Keep a value so that callbacks can monitor it after its epoch."""
+    def _keep(self, record: Record, key: str, value: Tensor | float, newer: Sequence[str] = ()) -> None:
+        """Keep a value, except under the ``newer`` names, so that callbacks can monitor it after its epoch."""
         if not record.options.rank_zero_only:
-            self._finished[key] = self._finished[record.key] = as_tensor(value, record.dtype).detach()
+            kept = as_tensor(value, record.dtype).detach()
+            self._finished |= {name: kept for name in (key, record.key) if name not in newer}
 
     def send_epoch(self, results: list[Result]) -> dict[str, float]:
         """Copy epoch values to the host in one transfer, then pass them to the progress bar and the loggers."""
@@ -426,6 +447,7 @@ class MetricStore:
         for key in [key for key in self._tables if key[0] == self.state.stage]:
             del self._tables[key]
         self._finished.clear()
+        self._evaluated = Evaluated(0, [])
         self._copies.clear()
         self._bar.clear()
         self.epoch_ended = False
@@ -450,7 +472,8 @@ class MetricStore:
 
     def state_dict(self) -> dict[str, Any]:
         """Return finished values and evaluation step counts; :mod:`.running_metrics` saves the current epoch."""
-        return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "eval": self._eval_steps}
+        finished = {k: v.cpu() for k, v in self._finished.items()}
+        return {"finished": finished, "eval": self._eval_steps, "evaluated": self._evaluated._asdict()}
 
     def finished(self) -> dict[str, Any]:
         """Return the values that can be read after a run, for :meth:`take_over` in another process."""
@@ -459,12 +482,14 @@ class MetricStore:
     def take_over(self, found: dict[str, Any]) -> None:
         """Use the values that a run in another process logged; they stay on the CPU."""
         self._finished, self._eval_steps, self.sent = found["finished"], found["eval"], found["sent"]
+        self._evaluated = Evaluated(**found["evaluated"])
         self._bar.keep(found["bar"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from :meth:`state_dict`."""
         self._finished = {k: v.to(self.strategy.device) for k, v in state["finished"].items()}
         self._eval_steps = dict(state["eval"])
+        self._evaluated = Evaluated(**state.get("evaluated", {"batches": 0, "names": []}))
 
 
 def _alike(name: str) -> int:

@@ -273,6 +273,11 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         if key not in names:
             raise ValueError(messages.unknown(f"key in a scheduler dict of {owner}:", key, names))
     scheduler = settings.get("scheduler")
+    if isinstance(scheduler, Optimizer):
+        raise TypeError(
+            f"{owner} returned {messages.a(scheduler)} as a scheduler. To use several optimizers, return them in one list: "
+            "[optimizer, other]."
+        )
     if automatic and not callable(getattr(scheduler, "step", None)):
         raise TypeError(
             f"{owner} returned {messages.a(scheduler)} as a scheduler, but it has no step(). Return a "

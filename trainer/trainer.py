@@ -108,7 +108,7 @@ class Trainer:
         val_check_interval: validate after this many training batches (int), after this fraction of an epoch (float from
             0.0 to 1.0), or after this much time (as for ``max_time``). If None, validate at the end of the epoch (1.0).
         check_val_every_n_epoch: validate only in every n-th epoch. If None, the batches of ``val_check_interval`` are
-            counted across epochs.
+            counted across epochs; without ``val_check_interval``, every epoch is validated.
         num_sanity_val_steps: the number of validation batches to run before training; -1 means all of them, and 0 means
             none; 2 if None.
         log_every_n_steps: send step values to the loggers at every n-th step; 0 means never; 50 if None.

@@ -381,6 +381,23 @@ def test_a_metric_of_training_is_ranked_at_the_step(tmp_path: Path) -> None:
     assert not any(math.isnan(score) for score in checkpoint.best_k_models.values())
 
 
+@pytest.mark.parametrize("rank_zero_only", [True, False])
+def test_a_metric_of_training_and_of_validation_is_that_of_the_validation(tmp_path: Path, rank_zero_only: bool) -> None:
+    class Shared(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("m", 100.0, rank_zero_only=rank_zero_only)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("m", float(self.trainer.global_step))
+
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", monitor="m", every_n_train_steps=4, save_top_k=-1)
+    fit(tmp_path, checkpoint, module=Shared(), epochs=3)
+    assert {Path(path).stem: float(score) for path, score in checkpoint.best_k_models.items()} == {
+        f"step={step}": step for step in (4, 8, 12)
+    }
+
+
 def test_a_metric_of_the_training_epoch_is_ranked_when_the_epoch_ends(tmp_path: Path) -> None:
     class ByEpoch(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

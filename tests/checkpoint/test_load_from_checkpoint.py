@@ -388,9 +388,11 @@ def test_hyperparameters_of_early_versions_of_lightning_are_found(key: str, tmp_
     old = {"pytorch-lightning_version": "0.9.0", "state_dict": module.state_dict(), key: {"width": 3, "lr": 0.5}}
     torch.save({"epoch": 1, "global_step": 3, **old}, tmp_path / "x.ckpt")
     assert Sized.load_from_checkpoint(tmp_path / "x.ckpt").lr == 0.5
+    torch.save({"epoch": 1, "global_step": 3, **old, "pytorch-lightning_version": "2.6.0"}, tmp_path / "new.ckpt")
+    assert Sized.load_from_checkpoint(tmp_path / "new.ckpt", width=3).lr == Sized(width=3).lr
 
 
 @pytest.mark.parametrize("made", [TinyModule(), DataModule()])
 def test_it_cannot_be_called_on_an_object_which_it_would_not_change(made: Any) -> None:
-    with pytest.raises(TypeError, match=rf"module = {type(made).__name__}\.load_from_checkpoint"):
+    with pytest.raises(TypeError, match=rf"on the class: {type(made).__name__}\.load_from_checkpoint"):
         made.load_from_checkpoint("x.ckpt")

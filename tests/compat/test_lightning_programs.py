@@ -93,6 +93,17 @@ for given in (("out", "n", "v"), ("out", "n", 3), (None, "m", 1)):
     one = trainer(logger=Own(*given), enable_checkpointing=True)
     one.fit(Net(), loader(1))
     print(os.path.relpath(one.checkpoint_callback.dirpath), one.log_dir)
+
+class Lazy(Own):
+    made = None
+    version = property(lambda self: self.made)
+    @property
+    def experiment(self):
+        self.made = "run7"
+
+one = trainer(logger=Lazy("out", "n", None), enable_checkpointing=True)
+one.fit(Net(), loader(1))
+print(os.path.relpath(one.checkpoint_callback.dirpath))
 """
 
 NAMES = """
@@ -149,7 +160,7 @@ PROGRAMS = {
     "validation by batches without an interval": (VALIDATIONS, ["4", "8"]),
     "a logger of the program": (
         FOLDERS,
-        ["out/n/v/checkpoints out", "out/n/version_3/checkpoints out", "m/version_1/checkpoints None"],
+        ["out/n/v/checkpoints out", "out/n/version_3/checkpoints out", "m/version_1/checkpoints None", "out/n/run7/checkpoints"],
     ),
     "names": (NAMES, ["5 1", "True < 0", "None", "None False", *["refused"] * 4, "True", "True"]),
     "progress": (

@@ -170,7 +170,7 @@ def test_manual_optimization_is_followed() -> None:
     assert by_hand.optimizer == alone.optimizer
 
 
-def test_the_step_is_the_one_that_a_trainer_takes() -> None:
+def test_a_modules_own_backward_and_clipping_run() -> None:
     class Own(Net):
         called: ClassVar[list[str]] = []
 
@@ -180,6 +180,7 @@ def test_the_step_is_the_one_that_a_trainer_takes() -> None:
 
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self.called.append("clipping")
+            self.clip_gradients(optimizer, gradient_clip_val=self.trainer.gradient_clip_val * 2)
 
     own, plain = Own(width=64), Net(width=64)
     found = estimate_memory(own, torch.empty(4, 64), accumulate_grad_batches=2)

@@ -193,6 +193,35 @@ def test_training_values_can_be_monitored_in_a_validation_in_mid_epoch(quiet: di
     assert seen == [1.0, 3.0]
 
 
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_a_name_of_training_and_validation_has_the_value_that_was_logged_last(
+    num_sanity_val_steps: int, quiet: dict[str, Any]
+) -> None:
+    class Seen(Callback):
+        def note(self, trainer: Trainer) -> None:
+            seen.append(trainer.callback_metrics["m"].item())
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            self.note(trainer)
+
+        def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+            if not trainer.sanity_checking:
+                self.note(trainer)
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+            self.note(trainer)
+
+    seen: list[float] = []
+    module = Values(
+        training_step=lambda m, batch: m.log("m", 100.0 + m.trainer.global_step),
+        validation_step=lambda m, batch: m.log("m", float(m.trainer.global_step)),
+    )
+    settings = quiet | {"max_epochs": 2, "num_sanity_val_steps": num_sanity_val_steps, "callbacks": [Seen()]}
+    trainer, _ = fit(module, batches(1, 1), batches(1), quiet=settings)
+    assert seen == [100.0, 101.0, 2.0, 2.0, 102.0, 103.0, 4.0, 4.0]
+    assert trainer.callback_metrics["m"] == 4.0
+
+
 def test_a_metric_object_is_computed_and_reset_each_epoch(quiet: dict[str, Any]) -> None:
     import torchmetrics
 
