@@ -275,7 +275,7 @@ class MetricStore:
         return self._evaluated.names if self._evaluated.batches == self.state.batches else ()
 
     def is_step_value(self, name: str) -> bool:
-        """Return True if the value to monitor under ``name`` is that of the last training step, and of no evaluation."""
+        """Return True if the value to monitor under ``name`` is the last training step's, and never an evaluation's."""
         logged = [
             (stage, record)
             for stage, record in self.known()
@@ -409,7 +409,8 @@ class MetricStore:
                 results.append((dataloader_idx, record, value))
                 self._keep(record, record.epoch_key, value)
         if self.state.stage != "train":
-            self._evaluated = Evaluated(self.state.batches, [key for _, r, _ in results for key in (r.epoch_key, r.key)])
+            names = [name for _, record, _ in results for name in (record.epoch_key, record.key)]
+            self._evaluated = Evaluated(self.state.batches, names)
         for _, record in self._stage_records(self.state.stage):
             record.reset()
         for sharing in self._sharings.values():

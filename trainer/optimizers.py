@@ -266,6 +266,19 @@ def _from_dicts(dicts: Sequence[Mapping[str, Any]], owner: str) -> tuple[list[Op
     return _optimizers(optimizers, owner), schedulers
 
 
+def _check_scheduler(scheduler: Any, owner: str, automatic: bool) -> None:
+    if isinstance(scheduler, Optimizer):
+        raise TypeError(
+            f"{owner} returned {messages.a(scheduler)} as a scheduler. To use several optimizers, return them in one "
+            "list: [optimizer, other]."
+        )
+    if automatic and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"{owner} returned {messages.a(scheduler)} as a scheduler, but it has no step(). Return a "
+            "torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
+        )
+
+
 def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     settings = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     names = [f.name for f in fields(SchedulerConfig)]
@@ -273,16 +286,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
         if key not in names:
             raise ValueError(messages.unknown(f"key in a scheduler dict of {owner}:", key, names))
     scheduler = settings.get("scheduler")
-    if isinstance(scheduler, Optimizer):
-        raise TypeError(
-            f"{owner} returned {messages.a(scheduler)} as a scheduler. To use several optimizers, return them in one list: "
-            "[optimizer, other]."
-        )
-    if automatic and not callable(getattr(scheduler, "step", None)):
-        raise TypeError(
-            f"{owner} returned {messages.a(scheduler)} as a scheduler, but it has no step(). Return a "
-            "torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
-        )
+    _check_scheduler(scheduler, owner, automatic)
     unused = [key for key in settings if key not in ("scheduler", "name")]
     if unused and not automatic:
         messages.warn_once(

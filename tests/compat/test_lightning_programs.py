@@ -160,7 +160,10 @@ PROGRAMS = {
     "validation by batches without an interval": (VALIDATIONS, ["4", "8"]),
     "a logger of the program": (
         FOLDERS,
-        ["out/n/v/checkpoints out", "out/n/version_3/checkpoints out", "m/version_1/checkpoints None", "out/n/run7/checkpoints"],
+        [
+            *("out/n/v/checkpoints out", "out/n/version_3/checkpoints out", "m/version_1/checkpoints None"),
+            "out/n/run7/checkpoints",
+        ],
     ),
     "names": (NAMES, ["5 1", "True < 0", "None", "None False", *["refused"] * 4, "True", "True"]),
     "progress": (

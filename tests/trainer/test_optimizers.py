@@ -113,6 +113,7 @@ def test_a_scheduler_made_for_steps_is_stepped_every_update(make: Any) -> None:
         (lambda m: with_scheduler(m, interval="batch"), ValueError, "'batch'.*'epoch' or 'step'"),
         (lambda m: with_scheduler(m, frequency=0), ValueError, "frequency=0. Use an integer of 1 or more"),
         (lambda m: ([o := sgd(m)], [ReduceLROnPlateau(o)]), ValueError, "ReduceLROnPlateau without 'monitor'"),
+        (lambda m: ([sgd(m)], sgd(m)), TypeError, r"returned an? SGD as a scheduler. To use several optimizers"),
         (lambda m: ([sgd(m)], ["step"]), TypeError, r"returned a str as a scheduler, but it has no step\(\)"),
         (lambda m: ([sgd(m)], [StepLR(sgd(m), 1)]), ValueError, "StepLR for an optimizer that it did not return"),
     ],
