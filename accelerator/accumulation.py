@@ -61,6 +61,7 @@ class GradientState:
         counted: a loader, and the number of items that the loop has gathered for the loader's last batch. The number
             becomes None once it has been used.
         dataloader_references: loaders that are being read, innermost last.
+        waiting: number of batches read since the innermost pass began, less the backward passes since then.
         trains: whether an optimizer has been prepared.
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
@@ -92,6 +93,7 @@ class GradientState:
         self.counted: tuple[Any, Tensor | None] | None = None
         self.active_dataloader: ReadLoader | None = None
         self.dataloader_references: list[ReadLoader] = []
+        self.waiting = 0
         self.trains = False
         self.first_use: list[Callable[[], None]] = []
         self.windows: dict[tuple[int, ...], Window] = {}
@@ -122,6 +124,7 @@ class GradientState:
             "counted": None,
             "active_dataloader": None,
             "dataloader_references": [],
+            "waiting": 0,
             "windows": {},
             "split_batch": None,
             "checked": False,
@@ -199,13 +202,26 @@ class GradientState:
                     "torch.utils.data.StackDataset, or drop the incomplete batch (drop_last=True)."
                 )
 
+    def say_read_ahead(self, counted: bool) -> None:
+        """Warn if an uneven last batch was read before earlier batches had their backward pass."""
+        if self.waiting > 1 and not counted and len(self.dataloader_references) == 1:
+            messages.warn_once(
+                f"The last batch differs in size between processes, so backward weights its loss, but the loop has "
+                f"read {self.waiting} batches without a backward pass. backward cannot tell to which of them a loss "
+                "belongs, so it gives all these losses the last batch's weight. Pass num_items to backward with every "
+                "loss, or drop the incomplete batch (drop_last=True). If the loop skipped the earlier batches, their "
+                "weights are right."
+            )
+
     def begin(self, loader: ReadLoader) -> None:
         """Record that a pass over a loader has begun."""
+        self.waiting = 0
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
         self.active_dataloader = loader
 
     def end(self, loader: ReadLoader) -> None:
         """Record that a pass has ended or was abandoned."""
+        self.waiting = 0
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader]
         self.active_dataloader = self.dataloader_references[-1] if self.dataloader_references else None
         if self.counted is not None and self.counted[0] is loader:
@@ -313,6 +329,8 @@ class Window:
         loader = state.active_dataloader
         if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0 and not state.weighs_itself:
             loss, num_items = _share(loss, num_items, loader.last_share)
+            state.say_read_ahead(counted=num_items is not None)
+        state.waiting -= state.waiting > 0
         if len(state.dataloader_references) > 1:
             state.say_read_at_once()
         if state.first_use:

@@ -239,6 +239,7 @@ class PreparedLoader(DataLoader[Any]):
                 own["_batch"] = batch
                 own["end_of_dataloader"] = done == last or batches.exhausted
                 state.active_dataloader = self
+                state.waiting += 1
                 yield batch
             if batches.left_over:
                 messages.info_anywhere(

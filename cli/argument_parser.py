@@ -40,6 +40,8 @@ ArgsType: TypeAlias = list[str] | Mapping[str, Any] | Namespace | None
 OptimizerCallable = Callable[[Iterable], Optimizer]
 #: Subpackages whose classes can be chosen by their short names.
 _ROOMS = ("callbacks", "loggers", "profilers", "strategies")
+#: Those of them whose modules take long to import, because they import torch.distributed.tensor.
+_SLOW = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -72,6 +74,7 @@ class ArgumentParser(_Base):
         default_env: whether to read values from environment variables.
         short_names: whether to import Paceline's callbacks, loggers, profilers and strategies, so that users can choose
             them by their short names and ``--help`` lists them.
+        slow_imports: whether to import those that take long to import too. If False, ``--help`` names them at its end.
         **kwargs: as for jsonargparse's parser.
     """
 
@@ -82,10 +85,13 @@ class ArgumentParser(_Base):
         env_prefix: str = "PL",
         default_env: bool = False,
         short_names: bool = True,
+        slow_imports: bool = True,
         **kwargs: Any,
     ) -> None:
         if _Base is object:
             raise _no_parser()
+        if short_names and not slow_imports:
+            kwargs.setdefault("epilog", f"More strategies, which take longer to import: {', '.join(_SLOW)}")
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         #: Names of the arguments under which callbacks were added.
         self.callback_keys: list[str] = []
@@ -96,7 +102,8 @@ class ArgumentParser(_Base):
         for room in _ROOMS if short_names else ():
             module = import_module(f"...{room}", __name__)
             for name in module.__all__:
-                getattr(module, name)
+                if slow_imports or name not in _SLOW:
+                    getattr(module, name)
 
     def add_lightning_class_args(
         self,

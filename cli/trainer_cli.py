@@ -215,17 +215,21 @@ class TrainerCLI:
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, dict[str, Any]]
     ) -> None:
         """Create :attr:`parser`, and add to it either the subcommands or the arguments."""
-        needed = self._needed_subcommands() if add_subcommands else ()
+        asks_for_help = self._asks_for_help()
         light = {"short_names": False}
-        self.parser = self.init_parser(**(light if add_subcommands and not needed else {}), **main_kwargs)
+        full = {"slow_imports": False} if asks_for_help else {}
         if not add_subcommands:
+            self.parser = self.init_parser(**full, **main_kwargs)
             self._add_arguments(self.parser)
             return
+        names = list(self.subcommands())
+        needed = [name for name in names if name in self._words()] if asks_for_help else names
+        self.parser = self.init_parser(**(full if needed else light), **main_kwargs)
         owner = class_of(self.trainer_class)
         subcommands = self.parser.add_subcommands()
         for name, skip in self.subcommands().items():
             help_line = (getattr(owner, name).__doc__ or "").strip().partition("\n")[0]
-            settings = {"description": help_line, **({} if name in needed else light), **subparser_kwargs[name]}
+            settings = {"description": help_line, **(full if name in needed else light), **subparser_kwargs[name]}
             parser = self._subparsers[name] = self.init_parser(**settings)
             if name in needed:
                 self._add_arguments(parser)
@@ -233,13 +237,13 @@ class TrainerCLI:
                 parser.set_defaults({one: SUPPRESS for one in added if one in _ONLY_IF_GIVEN})
             subcommands.add_subcommand(name, parser, help=help_line)
 
-    def _needed_subcommands(self) -> list[str]:
-        """Return the subcommands that need arguments: all or, if help is requested, those on the command line."""
-        names = list(self.subcommands())
+    def _words(self) -> list[str]:
+        """Return the words to parse; empty if the arguments are a dict or Namespace."""
         words = sys.argv[1:] if self._args is None else self._args
-        if not isinstance(words, list) or {"-h", "--help"}.isdisjoint(words):
-            return names
-        return [name for name in names if name in words]
+        return words if isinstance(words, list) else []
+
+    def _asks_for_help(self) -> bool:
+        return not {"-h", "--help"}.isdisjoint(self._words())
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class State:
     can write their own shards, it also overrides ``states_in_parts`` and ``room_for``.
     """
 
+    #: Whether all weights and optimizer states can be set back to what they were before a trial, as the Tuner does.
+    restores_after_trials: ClassVar[bool] = True
     #: Both come from :class:`.placement.Placement`: the device for loaded tensors, and the deferred weights.
     device: torch.device
     waiting: Waiting

@@ -26,6 +26,8 @@ from .metric_reductions import Group, RecordOptions
 from .module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ..loggers.base import Logger
     from ..strategies.communication import ReduceOp
     from .arguments import ClipAlgorithm
@@ -491,6 +493,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             if not tensor.is_meta or self._trainer is None:  # in a pipeline, another rank may hold the weights
                 return tensor.device
         return self._trainer.strategy.device if self._trainer is not None else torch.device("cpu")
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of ModelParallelStrategy (dimensions pp, dp_replicate, dp_shard, cp and tp); otherwise None."""
+        return getattr(self._trainer.strategy, "mesh", None) if self._trainer is not None else None
 
     @property
     def dtype(self) -> torch.dtype:

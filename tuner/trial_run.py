@@ -16,7 +16,6 @@ from ..data.loaders import eval_loaders, leaves_of, replaced, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
 from ..strategies.base import Strategy
-from ..strategies.deepspeed.strategy import DeepSpeedStrategy
 from ..trainer.arguments import Request, check_profiler
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
@@ -37,7 +36,7 @@ Change = Callable[[DataLoader[Any]], DataLoader[Any]]
 def refuse_strategy(run: Run, what: str) -> None:
     """Raise an error if the strategy's state cannot be restored."""
     strategy = run.strategy
-    if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
+    if not strategy.restores_after_trials:
         raise NotImplementedError(
             f"{what} cannot restore the weights and optimizer states that {type(strategy).__name__} manages. Run the "
             "search once with strategy='ddp' or 'fsdp' (or on one device), and put the value it finds into your "

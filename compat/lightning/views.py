@@ -124,6 +124,18 @@ def _batches(trainer: Trainer) -> Progress:
     return Progress(state.batch_idx + 1, state.next_batch, total=total, is_last_batch=state.is_last_batch)
 
 
+def _is_done(trainer: Trainer) -> bool:
+    """Return True if the fit has reached a limit or stops because it was asked to."""
+    fit = trainer.current_run.fit
+    return fit is not None and (fit.at_limit() or (trainer.should_stop and trainer.may_stop()))
+
+
+def _epoch_is_done(trainer: Trainer) -> bool:
+    """Return True after the last batch of an epoch or of the fit."""
+    state = trainer.state
+    return _is_done(trainer) or (state.is_last_batch and state.next_batch > state.batch_idx)
+
+
 def _batch_idx(trainer: Trainer) -> int:
     return _batches(trainer).ready - 1
 
@@ -199,6 +211,7 @@ class EpochLoop(View):
         "manual_optimization": (Optimization, "trainer.global_step"),
         "max_steps": _LIMITS["max_steps"],
         "min_steps": _LIMITS["min_steps"],
+        "done": (_epoch_is_done, "trainer.is_last_batch"),
         "restarting": (lambda trainer: trainer.current_run.resumes, "trainer.ckpt_path"),
     }
 
@@ -211,6 +224,8 @@ class FitLoopView(View):
     writes: ClassVar[Mapping[str, str]] = {name: name for name in _LIMITS}
     reads: ClassVar[Mapping[str, Read]] = {
         **_LIMITS,
+        "done": (_is_done, "trainer.should_stop"),
+        "skip": (lambda trainer: _is_done(trainer) or trainer.limit_train_batches == 0, "trainer.should_stop"),
         "epoch_loop": (EpochLoop, "trainer.state"),
         "epoch_progress": (_epochs, "trainer.current_epoch"),
         "max_batches": (lambda trainer: trainer.num_training_batches, "trainer.num_training_batches"),

@@ -67,6 +67,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     names: ClassVar[tuple[str, ...]] = get_args(DeepSpeedName)
     holds_whole_module = False
+    restores_after_trials = False
     steps_through_precision = False
 
     @passes_on(DistributedStrategy.__init__)

@@ -33,6 +33,7 @@ class PipelineSteps(Base):
     """Places successive blocks on successive processes; must precede ModelParallelStrategy in a class's bases."""
 
     splits_batches: ClassVar[bool] = True
+    restores_after_trials = False
 
     def __init__(
         self,

@@ -244,6 +244,30 @@ def test_loaders_that_are_read_at_once_and_end_unevenly_are_named() -> None:
     assert ["Several prepared loaders are read at once" in message for message in own] == [True]
 
 
+def _reading_ahead(ahead: int, rows: int, count: bool = False) -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(rows), 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = iter(loader)
+        for first in range(0, len(loader), ahead):
+            for batch in [next(batches) for _ in range(min(ahead, len(loader) - first))]:
+                accelerator.backward(loss_of(model, batch), num_items=len(batch[0]) if count else None)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_loop_that_reads_ahead_of_its_backward_passes_is_told_that_the_last_weights_may_be_wrong() -> None:
+    own, other = ranks(2, _reading_ahead, 2, 7)
+    assert ["the loop has read 2 batches" in message for message in own] == [True]
+    assert other == []  # only rank 0 speaks
+    assert ranks(2, _reading_ahead, 1, 7) == ranks(2, _reading_ahead, 2, 8) == [[], []]
+    assert ranks(2, _reading_ahead, 2, 7, True) == [[], []]
+
+
 def test_a_plain_loop_after_a_window_that_was_left_is_told_that_nothing_steps() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = network()

@@ -586,12 +586,16 @@ def says(call, kind, *texts):
 class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.layer, self.seen = torch.nn.Linear(4, 1), []
+        self.layer, self.seen, self.ends = torch.nn.Linear(4, 1), [], []
     def training_step(self, batch, batch_idx):
         loop = self.trainer.fit_loop
+        self.ends.append((loop.done, loop.skip, loop.epoch_loop.done))
         self.seen.append((loop.epoch_progress.current.completed, loop.epoch_loop.batch_idx,
                           loop.epoch_loop._should_check_val_fx(), loop.epoch_loop.total_batch_idx))
         return self.layer(batch).sum()
+    def on_train_epoch_end(self):
+        loop = self.trainer.fit_loop
+        self.ends.append((loop.done, loop.skip, loop.epoch_loop.done))
     def validation_step(self, batch, batch_idx):
         self.log("x", 1.0)
     def configure_optimizers(self):
@@ -603,6 +607,9 @@ trainer, net, loader = pl.Trainer(max_epochs=1, **quiet), Net(), DataLoader(torc
 trainer.fit_loop.max_epochs = 2
 trainer.fit(net, loader, loader)
 assert net.seen == [(0, 0, False, 0), (0, 1, True, 1), (1, 0, False, 2), (1, 1, True, 3)], net.seen
+in_epoch, ended, over = (False, False, False), (False, False, True), (True, True, True)
+assert net.ends == [in_epoch, in_epoch, ended, in_epoch, in_epoch, over], net.ends
+assert net.device_mesh is None
 assert trainer.fit_loop.epoch_progress.current.processed == 2 == trainer.max_epochs
 assert trainer.fit_loop.epoch_loop._batches_that_stepped == trainer.fit_loop.epoch_loop.global_step == 4
 assert trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed == 4
