@@ -1,8 +1,11 @@
 """Sphinx's settings for the documentation site: `make docs` builds it into build/docs."""
 
+import gc
 import sys
 from pathlib import Path
 
+# A build creates objects and keeps them: collecting garbage takes a quarter of its time and finds almost nothing.
+gc.disable()
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "site"))
 

@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this run, not for a pytest that a test starts
+    gc.disable()  # until everything is collected: nearly all that imports and collecting create stays
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,6 +72,7 @@ def pytest_collection_finish() -> None:
     """Take what was imported and collected out of the garbage collector's way: it is walked at every collection."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
