@@ -34,9 +34,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu release gpu docs format demo clean
 
-# The type checker has one thread, and the tests wait for processes: together they take less time than one by one.
+# The type checker has one thread, and tests wait for processes: side by side they take less time. Its errors come last.
 test: lint
-	@$(MAKE) --no-print-directory -j 2 types tests
+	@found=$$(mktemp); trap 'rm -f $$found' EXIT; $(MAKE) -s types > $$found 2>&1 & types=$$!; \
+	$(MAKE) --no-print-directory tests; tests=$$?; wait $$types || { cat $$found; exit 1; }; exit $$tests
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -84,7 +85,7 @@ SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --random-order-bucket=global --random-order-seed=$(SEED)
 
-test-all: lint types .venv/installed
+test-all: lint types
 	$(BIN)/python -m pytest tests --all-cells -n 2 --dist worksteal
 
 docs: .venv/installed

@@ -15,6 +15,7 @@ from ..torch_private import local_part
 if TYPE_CHECKING:
     from ..doctor.own_loop import OwnLoop
     from ..strategies.base import Strategy
+    from .loader_positions import Pass
     from .optimizers import AcceleratedOptimizer
 
 
@@ -37,6 +38,8 @@ class ReadLoader(Protocol):
     def epoch(self) -> int: ...
     @property
     def batches_done(self) -> int: ...
+    @property
+    def reading(self) -> Pass | None: ...
 
 
 class GradientState:
@@ -61,7 +64,6 @@ class GradientState:
         counted: a loader, and the number of items that the loop has gathered for the loader's last batch. The number
             becomes None once it has been used.
         dataloader_references: loaders that are being read, innermost last.
-        waiting: number of batches read since the innermost pass began, less the backward passes since then.
         trains: whether an optimizer has been prepared.
         first_use: functions to call once, at the next backward pass or optimizer step.
         windows: ``accumulate`` windows, keyed by the IDs of their models; the key ``()`` means all models.
@@ -93,7 +95,6 @@ class GradientState:
         self.counted: tuple[Any, Tensor | None] | None = None
         self.active_dataloader: ReadLoader | None = None
         self.dataloader_references: list[ReadLoader] = []
-        self.waiting = 0
         self.trains = False
         self.first_use: list[Callable[[], None]] = []
         self.windows: dict[tuple[int, ...], Window] = {}
@@ -124,7 +125,6 @@ class GradientState:
             "counted": None,
             "active_dataloader": None,
             "dataloader_references": [],
-            "waiting": 0,
             "windows": {},
             "split_batch": None,
             "checked": False,
@@ -202,26 +202,19 @@ class GradientState:
                     "torch.utils.data.StackDataset, or drop the incomplete batch (drop_last=True)."
                 )
 
-    def say_read_ahead(self, counted: bool) -> None:
-        """Warn if an uneven last batch was read before earlier batches had their backward pass."""
-        if self.waiting > 1 and not counted and len(self.dataloader_references) == 1:
-            messages.warn_once(
-                f"The last batch differs in size between processes, so backward weights its loss, but the loop has "
-                f"read {self.waiting} batches without a backward pass. backward cannot tell to which of them a loss "
-                "belongs, so it gives all these losses the last batch's weight. Pass num_items to backward with every "
-                "loss, or drop the incomplete batch (drop_last=True). If the loop skipped the earlier batches, their "
-                "weights are right."
-            )
-
     def begin(self, loader: ReadLoader) -> None:
         """Record that a pass over a loader has begun."""
-        self.waiting = 0
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
         self.active_dataloader = loader
 
     def end(self, loader: ReadLoader) -> None:
         """Record that a pass has ended or was abandoned."""
-        self.waiting = 0
+        if loader.reading is not None and loader.reading.last_is_unknown:
+            messages.warn_once(
+                "The last batch differs in size between processes, but its loss was not weighted, because the loop "
+                "read several batches before their backward passes and then skipped one. Pass num_items to backward "
+                "with every loss, or drop the incomplete batch (drop_last=True)."
+            )
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader]
         self.active_dataloader = self.dataloader_references[-1] if self.dataloader_references else None
         if self.counted is not None and self.counted[0] is loader:
@@ -318,19 +311,20 @@ class Window:
         self.settled.clear()
         self.stepped.clear()
 
-    def weigh(self, loss: Tensor, num_items: Any) -> Tensor:
+    def weigh(self, loss: Tensor, num_items: Any) -> Tensor:  # noqa: C901 - with fewer calls per backward pass
         """Count the micro-batch (once, even if it has several backward passes); return the weighted loss, shape ().
 
         Args:
             loss: scalar, shape ().
             num_items: number of items that the loss averages over; None if all micro-batches have the same weight.
         """
-        state = self.state
+        state, first = self.state, self.free or not self.counted
         loader = state.active_dataloader
+        one = None if loader is None else loader.reading
         if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0 and not state.weighs_itself:
-            loss, num_items = _share(loss, num_items, loader.last_share)
-            state.say_read_ahead(counted=num_items is not None)
-        state.waiting -= state.waiting > 0
+            loss, num_items = _share(loss, num_items, loader, first)
+        if one is not None:
+            one.read_ahead -= first and one.read_ahead > 0
         if len(state.dataloader_references) > 1:
             state.say_read_at_once()
         if state.first_use:
@@ -339,7 +333,6 @@ class Window:
             self.begin()
         if self.counted and not (self.free or self.complete or state.depth):
             self._say_left()
-        first = self.free or not self.counted
         if first:
             self.counted = True
             self.count += 1
@@ -347,9 +340,9 @@ class Window:
             self._count_by(num_items is not None)
         if self._precision.scaler is not None and state.num_steps > 1 and not self.free:
             loss = self._at_one_scale(loss)
-        if num_items is None:
-            return loss / state.num_steps if state.num_steps > 1 else loss
-        return self._weigh_items(loss, num_items, first)
+        if num_items is not None:
+            return self._weigh_items(loss, num_items, first)
+        return loss / state.num_steps if state.num_steps > 1 else loss
 
     def _say_left(self) -> None:
         messages.warn_once(
@@ -461,8 +454,14 @@ class Window:
         self.items.load_state_dict(state["items"], in_window=self.count > 0)
 
 
-def _share(loss: Tensor, num_items: Any, share: float) -> tuple[Tensor, Any]:
-    """Return the weighted loss and number of items for a last batch whose size differs between processes."""
+def _share(loss: Tensor, num_items: Any, loader: ReadLoader, first: bool) -> tuple[Tensor, Any]:
+    """Return the weighted loss and number of items for a last batch whose size differs between processes.
+
+    The loss of an earlier batch, which had not had its backward pass when the last batch was read, stays as it is.
+    """
+    share = loader.last_share
+    if loader.reading is not None and not loader.reading.is_loss_of_last(first):
+        return loss, num_items
     if num_items is None:
         return loss * share, None
     return loss, 0 if share == 0.0 else num_items

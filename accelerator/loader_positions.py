@@ -24,13 +24,36 @@ class Pass:
         batches: source of the batches.
         length: number of batches; -1 if unknown until ``batches`` reports that it is exhausted.
         random: states of the CPU's random generators at the start of the pass.
+        before_last: function that returns the batch before the last one, or None once the loop no longer references it.
+        read_ahead: number of batches that were read but have had no backward pass.
+        last_is_unknown: whether it is unknown which of the losses after the last batch was read is that batch's.
     """
 
-    __slots__ = ("batches", "done", "epoch", "length", "random")
+    __slots__ = ("batches", "before_last", "done", "epoch", "last_is_unknown", "length", "random", "read_ahead")
 
     def __init__(self, epoch: int, done: int, batches: Batches, length: int) -> None:
         self.epoch, self.done, self.batches, self.length = epoch, done, batches, length
         self.random = host_random_states()
+        self.before_last = _nothing
+        self.read_ahead = 0
+        self.last_is_unknown = False
+
+    def ends_with(self, batch_before: Any) -> None:
+        """Record that the next batch is the last one, and which batch was yielded before it."""
+        self.before_last = _reference(batch_before)
+
+    def is_loss_of_last(self, first: bool) -> bool:
+        """Return whether a loss is that of the last batch; called only after the last batch was read.
+
+        The losses of a loop that reads several batches before their backward passes come in the order of the batches.
+        A loop that skips batches does not reference them any more.
+
+        Args:
+            first: whether this is the micro-batch's first backward pass.
+        """
+        found = self.read_ahead + (not first) <= 1 or self.before_last() is None
+        self.last_is_unknown = not found
+        return found
 
     @property
     def at_last(self) -> bool:
@@ -38,7 +61,7 @@ class Pass:
         return self.done == self.length or self.batches.exhausted
 
 
-def _nothing() -> None:
+def _nothing() -> Any:
     """Do nothing."""
 
 

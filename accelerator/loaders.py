@@ -80,6 +80,7 @@ class PreparedLoader(DataLoader[Any]):
 
     Attributes:
         end_of_dataloader: whether the most recent batch is the last one of its pass.
+        reading: the pass that yielded the most recent batch; None outside a pass.
         derived: text for messages that says what :meth:`load_state_dict` had to compute instead of restoring.
     """
 
@@ -87,6 +88,7 @@ class PreparedLoader(DataLoader[Any]):
     base: DataLoader[Any]
     strategy: Strategy
     end_of_dataloader: bool
+    reading: Pass | None
     derived: str
     gradient_state: GradientState
 
@@ -116,6 +118,7 @@ class PreparedLoader(DataLoader[Any]):
             _skip=0,
             _batch=None,
             _place=Place(),
+            reading=None,
         )
         self._divide()
 
@@ -165,7 +168,7 @@ class PreparedLoader(DataLoader[Any]):
             setattr(own["_source"], name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"gradient_state": GradientState(), "_batch": None}
+        return vars(self) | {"gradient_state": GradientState(), "_batch": None, "reading": None}
 
     def __len__(self) -> int:
         return max(int(min(len(self._source), self._limit)) - self._skip, 0)
@@ -232,14 +235,19 @@ class PreparedLoader(DataLoader[Any]):
 
     def _yield_batches(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         own, batches, state, done, last = vars(self), one.batches, self.gradient_state, one.done, one.length
+        own["reading"] = one
         state.begin(self)
         try:
             for batch in iterator:
                 one.done = done = done + 1
+                one.read_ahead += 1
+                if done == last or batches.exhausted:
+                    one.ends_with(own["_batch"])
+                    own["end_of_dataloader"] = True
+                else:
+                    own["end_of_dataloader"] = False
                 own["_batch"] = batch
-                own["end_of_dataloader"] = done == last or batches.exhausted
                 state.active_dataloader = self
-                state.waiting += 1
                 yield batch
             if batches.left_over:
                 messages.info_anywhere(
@@ -258,6 +266,8 @@ class PreparedLoader(DataLoader[Any]):
             if self._place.current is one:
                 self._place.current = None
             state.end(self)
+            if own["reading"] is one:
+                own["reading"] = None
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
         """Return the batches of a pass, starting at batch number ``start``."""
@@ -641,7 +651,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if not isinstance(dataloader, PreparedLoader):
         dataloader = PreparedLoader(dataloader, Strategy(), DataLoaderConfiguration())
     skipping = object.__new__(type(dataloader))
-    vars(skipping).update(vars(dataloader), _skip=num_batches, _batch=None)
+    vars(skipping).update(vars(dataloader), _skip=num_batches, _batch=None, reading=None)
     return skipping
 
 

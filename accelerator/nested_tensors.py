@@ -60,23 +60,27 @@ def recursively_apply(
         error_on_other_type: whether to raise a TypeError for other values except None.
         **kwargs: passed to ``func``.
     """
+    name = getattr(func, "__name__", "recursively_apply") if error_on_other_type else None
+    return _applied(data, functools.partial(func, *args, **kwargs) if args or kwargs else func, test_type, name)
 
-    def walk(value: Any) -> Any:
-        if test_type(value):
-            return func(value, *args, **kwargs)
-        if isinstance(value, (list, tuple)):
-            return honor_type(value, [walk(entry) for entry in value])
-        if isinstance(value, Mapping):
-            return honor_mapping(value, {key: walk(entry) for key, entry in value.items()})
-        if error_on_other_type and value is not None:
-            name = getattr(func, "__name__", "recursively_apply")
-            raise TypeError(
-                f"{name} got {messages.a(value)} ({repr(value)[:60]}) among its tensors. Pass only tensors, in lists, "
-                "tuples or dicts. Use torch.tensor(value) for a number and gather_object for other objects."
-            )
-        return value
 
-    return walk(data)
+def _applied(value: Any, func: Callable[[Any], Any], test_type: Callable[[Any], bool], name: str | None) -> Any:
+    """Apply ``func`` as :func:`recursively_apply` does; if ``name`` is not None, it is the function in the error.
+
+    A nested function that calls itself would keep ``func``, and the tensors it has seen, until garbage is collected.
+    """
+    if test_type(value):
+        return func(value)
+    if isinstance(value, (list, tuple)):
+        return honor_type(value, [_applied(entry, func, test_type, name) for entry in value])
+    if isinstance(value, Mapping):
+        return honor_mapping(value, {key: _applied(entry, func, test_type, name) for key, entry in value.items()})
+    if name is not None and value is not None:
+        raise TypeError(
+            f"{name} got {messages.a(value)} ({repr(value)[:60]}) among its tensors. Pass only tensors, in lists, "
+            "tuples or dicts. Use torch.tensor(value) for a number and gather_object for other objects."
+        )
+    return value
 
 
 def leaves(data: Any) -> list[Tensor]:

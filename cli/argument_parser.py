@@ -74,7 +74,7 @@ class ArgumentParser(_Base):
         default_env: whether to read values from environment variables.
         short_names: whether to import Paceline's callbacks, loggers, profilers and strategies, so that users can choose
             them by their short names and ``--help`` lists them.
-        slow_imports: whether to import those that take long to import too. If False, ``--help`` names them at its end.
+        slow_imports: whether to import those that take long to import too. If False, ``--help`` ends with their names.
         **kwargs: as for jsonargparse's parser.
     """
 
@@ -91,7 +91,8 @@ class ArgumentParser(_Base):
         if _Base is object:
             raise _no_parser()
         if short_names and not slow_imports:
-            kwargs.setdefault("epilog", f"More strategies, which take longer to import: {', '.join(_SLOW)}")
+            more = f"Strategies that are not listed, because they take long to import: {', '.join(_SLOW)}."
+            kwargs.setdefault("epilog", more)
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         #: Names of the arguments under which callbacks were added.
         self.callback_keys: list[str] = []

@@ -215,16 +215,18 @@ class TrainerCLI:
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, dict[str, Any]]
     ) -> None:
         """Create :attr:`parser`, and add to it either the subcommands or the arguments."""
-        asks_for_help = self._asks_for_help()
-        light = {"short_names": False}
-        full = {"slow_imports": False} if asks_for_help else {}
+        names = list(self.subcommands()) if add_subcommands else []
+        given = sys.argv[1:] if self._args is None else self._args
+        words = set(given) if isinstance(given, list) else set()
+        asks = bool(words & {"-h", "--help"})
+        only_asks = asks and words <= {"-h", "--help", *names}
+        light, full = {"short_names": False}, {"slow_imports": False} if only_asks else {}
         if not add_subcommands:
-            self.parser = self.init_parser(**full, **main_kwargs)
+            self.parser = self.init_parser(**full | main_kwargs)
             self._add_arguments(self.parser)
             return
-        names = list(self.subcommands())
-        needed = [name for name in names if name in self._words()] if asks_for_help else names
-        self.parser = self.init_parser(**(full if needed else light), **main_kwargs)
+        needed = [name for name in names if name in words] if asks else names
+        self.parser = self.init_parser(**(full if needed else light) | main_kwargs)
         owner = class_of(self.trainer_class)
         subcommands = self.parser.add_subcommands()
         for name, skip in self.subcommands().items():
@@ -236,14 +238,6 @@ class TrainerCLI:
                 added = self._method_arguments[name] = parser.add_method_arguments(owner, name, skip=set(skip))
                 parser.set_defaults({one: SUPPRESS for one in added if one in _ONLY_IF_GIVEN})
             subcommands.add_subcommand(name, parser, help=help_line)
-
-    def _words(self) -> list[str]:
-        """Return the words to parse; empty if the arguments are a dict or Namespace."""
-        words = sys.argv[1:] if self._args is None else self._args
-        return words if isinstance(words, list) else []
-
-    def _asks_for_help(self) -> bool:
-        return not {"-h", "--help"}.isdisjoint(self._words())
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -57,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this run, not for a pytest that a test starts
-    gc.disable()  # until everything is collected: nearly all that imports and collecting create stays
+    if config.getoption("dist", "no") == "no":  # this process collects: nearly all that it creates until then stays
+        gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -121,6 +121,10 @@ from paceline.cli import TrainerCLI
 
 words = ["--trainer.strategy=FSDPStrategy", "--trainer.strategy.sharding=full", "--trainer.accelerator=cpu"]
 assert type(TrainerCLI(TrainingModule, args=words, run=False).trainer.strategy).__name__ == "FSDPStrategy"
+try:
+    TrainerCLI(TrainingModule, args=[*words, "--help"], run=False)
+except SystemExit as ended:
+    assert ended.code == 0
 """
     assert "paceline.strategies.fsdp.strategy" in modules_of(text, before="import torch")
 

@@ -496,7 +496,10 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh of ModelParallelStrategy (dimensions pp, dp_replicate, dp_shard, cp and tp); otherwise None."""
+        """The mesh of ModelParallelStrategy, with dimensions pp, dp_replicate, dp_shard, cp and tp.
+
+        None before a run and with other strategies.
+        """
         return getattr(self._trainer.strategy, "mesh", None) if self._trainer is not None else None
 
     @property

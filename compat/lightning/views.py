@@ -125,15 +125,18 @@ def _batches(trainer: Trainer) -> Progress:
 
 
 def _is_done(trainer: Trainer) -> bool:
-    """Return True if the fit has reached a limit or stops because it was asked to."""
-    fit = trainer.current_run.fit
-    return fit is not None and (fit.at_limit() or (trainer.should_stop and trainer.may_stop()))
+    """Return True if the fit has reached a limit, has nothing to train, or stops because it was asked to."""
+    fit, state = trainer.current_run.fit, trainer.state
+    if fit is None:
+        return False
+    epochs = state.epoch + state.epoch_done
+    may_stop = epochs >= (trainer.min_epochs or 0) and state.global_step >= (trainer.min_steps or 0)
+    return fit.at_limit() or trainer.num_training_batches == 0 or (trainer.should_stop and may_stop)
 
 
 def _epoch_is_done(trainer: Trainer) -> bool:
-    """Return True after the last batch of an epoch or of the fit."""
-    state = trainer.state
-    return _is_done(trainer) or (state.is_last_batch and state.next_batch > state.batch_idx)
+    """Return True from the start of an epoch's last batch on, and after the fit."""
+    return _is_done(trainer) or trainer.state.is_last_batch
 
 
 def _batch_idx(trainer: Trainer) -> int:

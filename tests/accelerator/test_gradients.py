@@ -10,6 +10,7 @@ import pytest
 import torch
 from own_loop import data, loss_of, network, weights
 from rank_processes import RanksError, ranks
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
@@ -244,7 +245,8 @@ def test_loaders_that_are_read_at_once_and_end_unevenly_are_named() -> None:
     assert ["Several prepared loaders are read at once" in message for message in own] == [True]
 
 
-def _reading_ahead(ahead: int, rows: int, count: bool = False) -> list[str]:
+def _update_of_a_pass(rows: int, ahead: int, count: bool, skipped: int | None = None) -> tuple[Tensor, list[str]]:
+    """The weights after one update from a pass that is read ``ahead`` batches at a time, and what is said."""
     accelerator = Accelerator(cpu=True)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -253,19 +255,42 @@ def _reading_ahead(ahead: int, rows: int, count: bool = False) -> list[str]:
         warnings.simplefilter("always")
         batches = iter(loader)
         for first in range(0, len(loader), ahead):
-            for batch in [next(batches) for _ in range(min(ahead, len(loader) - first))]:
-                accelerator.backward(loss_of(model, batch), num_items=len(batch[0]) if count else None)
-            optimizer.step()
-            optimizer.zero_grad()
-    return [str(warning.message) for warning in caught]
+            group = [next(batches) for _ in range(min(ahead, len(loader) - first))]
+            for number, batch in enumerate(group, first):
+                if number != skipped:
+                    accelerator.backward(loss_of(model, batch), num_items=len(batch[0]) if count else None)
+        optimizer.step()
+        list(batches)  # the pass ends
+    return weights(model), [str(warning.message) for warning in caught]
 
 
-def test_a_loop_that_reads_ahead_of_its_backward_passes_is_told_that_the_last_weights_may_be_wrong() -> None:
-    own, other = ranks(2, _reading_ahead, 2, 7)
-    assert ["the loop has read 2 batches" in message for message in own] == [True]
+@pytest.mark.parametrize("count", [False, True])
+def test_a_loop_that_reads_batches_ahead_of_their_backward_passes_has_the_weights_of_one_that_does_not(
+    count: bool,
+) -> None:
+    for rows in (5, 7, 11):  # of 5 rows, the second process has no last one of its own
+        (expected, said), _ = ranks(2, _update_of_a_pass, rows, 1, count)
+        assert said == []
+        for ahead in (2, 3):
+            (found, said), _ = ranks(2, _update_of_a_pass, rows, ahead, count)
+            torch.testing.assert_close(found, expected)
+            assert said == []
+
+
+def test_a_loop_that_skips_a_batch_has_the_weights_of_the_others() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, data(7)[4:]).backward()
+    optimizer.step()
+    (found, said), _ = ranks(2, _update_of_a_pass, 7, 1, False, 0)
+    torch.testing.assert_close(found, weights(model))
+    assert said == []
+
+
+def test_a_loop_that_reads_ahead_and_skips_is_told_that_the_last_batch_was_not_weighted() -> None:
+    (_, said), (_, other) = ranks(2, _update_of_a_pass, 15, 2, False, 2)
+    assert ["then skipped one" in text for text in said] == [True]
     assert other == []  # only rank 0 speaks
-    assert ranks(2, _reading_ahead, 1, 7) == ranks(2, _reading_ahead, 2, 8) == [[], []]
-    assert ranks(2, _reading_ahead, 2, 7, True) == [[], []]
 
 
 def test_a_plain_loop_after_a_window_that_was_left_is_told_that_nothing_steps() -> None:

@@ -67,7 +67,6 @@ class Spy:
     """A gradient state that writes down what it is told."""
 
     observers = ()
-    waiting = 0
 
     def __init__(self) -> None:
         self.active_dataloader: Any = None
@@ -517,7 +516,6 @@ def test_a_batch_costs_one_call() -> None:
         active_dataloader: Any = None
         on_pass = None
         observers = ()
-        waiting = 0
 
         def begin(self, loader: Any) -> None: ...
         def end(self, loader: Any) -> None: ...

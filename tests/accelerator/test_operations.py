@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -380,3 +382,17 @@ def test_outputs_become_float32() -> None:
     assert found(torch.ones(1, dtype=torch.float16))["logits"].dtype == torch.float32
     assert found(torch.ones(1))["ids"].dtype == torch.int64
     assert found.__name__ == "forward"
+
+
+def test_tensors_in_a_structure_are_freed_without_collecting_garbage() -> None:
+    tensor = torch.ones(2)
+    held = weakref.ref(tensor)
+    gc.disable()
+    try:
+        assert [tensor] == nested_tensors.leaves({"x": [tensor]})
+        nested_tensors.send_to_device({"x": [tensor]}, "cpu")
+        nested_tensors.listify([tensor])
+        del tensor
+        assert held() is None
+    finally:
+        gc.enable()

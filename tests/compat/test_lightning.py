@@ -607,8 +607,8 @@ trainer, net, loader = pl.Trainer(max_epochs=1, **quiet), Net(), DataLoader(torc
 trainer.fit_loop.max_epochs = 2
 trainer.fit(net, loader, loader)
 assert net.seen == [(0, 0, False, 0), (0, 1, True, 1), (1, 0, False, 2), (1, 1, True, 3)], net.seen
-in_epoch, ended, over = (False, False, False), (False, False, True), (True, True, True)
-assert net.ends == [in_epoch, in_epoch, ended, in_epoch, in_epoch, over], net.ends
+first, last, over = (False, False, False), (False, False, True), (True, True, True)
+assert net.ends == [first, last, last, first, last, over], net.ends
 assert net.device_mesh is None
 assert trainer.fit_loop.epoch_progress.current.processed == 2 == trainer.max_epochs
 assert trainer.fit_loop.epoch_loop._batches_that_stepped == trainer.fit_loop.epoch_loop.global_step == 4

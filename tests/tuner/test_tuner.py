@@ -18,6 +18,8 @@ from paceline import DataModule, Trainer
 from paceline.callbacks import GradientAccumulationScheduler
 from paceline.loggers import CSVLogger
 from paceline.messages import PacelineWarning
+from paceline.strategies import DeepSpeedStrategy, SingleDevice
+from paceline.strategies.model_parallel.strategy import PipelineParallelStrategy
 from paceline.tuner.tuner import Tuner
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": False}
@@ -352,6 +354,15 @@ def test_the_data_and_the_limit_end_the_search() -> None:
     assert tuned(1000)[0] == 96
     assert tuned(1000, max_val=30)[0] == 30
     assert tuned(1000, max_trials=2)[0] == 4
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "model_parallel"])
+def test_a_strategy_whose_states_cannot_be_restored_is_refused(name: str) -> None:
+    kind = {"deepspeed": DeepSpeedStrategy, "model_parallel": PipelineParallelStrategy}[name]
+    refused = type("Refused", (SingleDevice,), {"restores_after_trials": kind.restores_after_trials})
+    trainer = Trainer(strategy=refused(), max_steps=1, **QUIET)
+    with pytest.raises(NotImplementedError, match=r"states that Refused manages.*strategy='ddp'"):
+        Tuner(trainer).lr_find(FromHooks())
 
 
 def test_nothing_that_fits_is_an_error_with_what_was_tried() -> None:
