@@ -3,8 +3,16 @@
     python examples/04_finetune_transformers.py      # about a minute on a CPU
 
 The network is made from a config, so nothing is downloaded. To fine-tune published weights, replace the one line that
-makes it with ``AutoModelForSequenceClassification.from_pretrained(name)`` and the words by its tokenizer; everything
-else stays. Needs transformers: pip install ".[examples]".
+makes it with these two, and the words by the tokenizer of the model:
+
+    self.net = AutoModelForSequenceClassification.from_pretrained(name, num_labels=len(PACKAGES), dtype=torch.float32)
+    self.net.train()
+
+``from_pretrained`` returns a model in eval mode, which a fit does not change. It keeps the dtype of the files, usually
+bfloat16, in which small updates are lost. For a model other than BERT, ``self.net.bert`` in ``configure_optimizers`` is
+``self.net.base_model``. docs/data.md shows the data with the package datasets.
+
+Needs transformers: pip install ".[examples]".
 """
 
 from __future__ import annotations
