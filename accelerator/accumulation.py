@@ -210,15 +210,24 @@ class GradientState:
     def end(self, loader: ReadLoader) -> None:
         """Record that a pass has ended or was abandoned."""
         if loader.reading is not None and loader.reading.last_is_unknown:
-            messages.warn_once(
-                "The last batch differs in size between processes, but its loss was not weighted, because the loop "
-                "read several batches before their backward passes and then skipped one. Pass num_items to backward "
-                "with every loss, or drop the incomplete batch (drop_last=True)."
-            )
+            self._say_last_is_unknown()
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader]
         self.active_dataloader = self.dataloader_references[-1] if self.dataloader_references else None
         if self.counted is not None and self.counted[0] is loader:
             self.counted = None
+
+    def _say_last_is_unknown(self) -> None:
+        why = "because the loop read several batches before their backward passes and then skipped one"
+        if self.window.by_items:
+            messages.info_anywhere(
+                f"Rank {messages.rank()} counted the items of its last batch, which only repeats a batch of another "
+                f"rank, {why}. To count each sample once, drop the incomplete batch (drop_last=True)."
+            )
+        else:
+            messages.warn_once(
+                f"The last batch differs in size between processes, but its loss was not weighted, {why}. Pass "
+                "num_items to backward with every loss, or drop the incomplete batch (drop_last=True)."
+            )
 
 
 class Window:
@@ -457,11 +466,12 @@ class Window:
 def _share(loss: Tensor, num_items: Any, loader: ReadLoader, first: bool) -> tuple[Tensor, Any]:
     """Return the weighted loss and number of items for a last batch whose size differs between processes.
 
-    The loss of an earlier batch, which had not had its backward pass when the last batch was read, stays as it is.
+    The loss of an earlier batch, which had not had its backward pass when the last batch was read, stays as it is. A
+    number of items needs no weight, unless the batch only repeats samples of another process.
     """
     share = loader.last_share
+    if num_items is not None and share != 0.0:
+        return loss, num_items
     if loader.reading is not None and not loader.reading.is_loss_of_last(first):
         return loss, num_items
-    if num_items is None:
-        return loss * share, None
-    return loss, 0 if share == 0.0 else num_items
+    return (loss * share, None) if num_items is None else (loss, 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 import weakref
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -291,6 +293,19 @@ def test_a_loop_that_reads_ahead_and_skips_is_told_that_the_last_batch_was_not_w
     (_, said), (_, other) = ranks(2, _update_of_a_pass, 15, 2, False, 2)
     assert ["then skipped one" in text for text in said] == [True]
     assert other == []  # only rank 0 speaks
+
+
+def _said_of_counted_batches(rows: int) -> list[str]:
+    with redirect_stderr(io.StringIO()) as printed:
+        _, warned = _update_of_a_pass(rows, 2, True, 2)
+    return warned + printed.getvalue().splitlines()
+
+
+def test_a_loop_that_counts_reads_ahead_and_skips_is_told_only_of_a_batch_that_repeats_another_ranks() -> None:
+    assert ranks(2, _said_of_counted_batches, 15) == [[], []]
+    own, other = ranks(2, _said_of_counted_batches, 13)
+    assert own == []
+    assert ["Rank 1 counted the items of its last batch, which only repeats" in line for line in other] == [True]
 
 
 def test_a_plain_loop_after_a_window_that_was_left_is_told_that_nothing_steps() -> None:
