@@ -32,12 +32,12 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests tests-shuffled faults clients loggers streams torches tpu release gpu docs format demo clean
+.PHONY: test test-all lint types tests tests-all tests-shuffled faults clients loggers streams torches tpu release gpu docs format demo clean
 
 # The type checker has one thread, and tests wait for processes: side by side they take less time. Its errors come last.
-test: lint
+test test-all: lint
 	@found=$$(mktemp); trap 'rm -f $$found' EXIT; $(MAKE) -s types > $$found 2>&1 & types=$$!; \
-	$(MAKE) --no-print-directory tests; tests=$$?; wait $$types || { cat $$found; exit 1; }; exit $$tests
+	$(MAKE) --no-print-directory $(@:test%=tests%); tests=$$?; wait $$types || { cat $$found; exit 1; }; exit $$tests
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -46,8 +46,8 @@ lint: .venv/installed
 types: .venv/installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-tests: .venv/installed
-	$(BIN)/python -m pytest tests -n 2 --dist worksteal
+tests tests-all: .venv/installed
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal $(if $(@:tests=),--all-cells)
 
 faults: .venv/installed
 	PYTHONPATH=tests $(BIN)/python tests/faults/strikes.py --kills 200
@@ -84,9 +84,6 @@ release: .venv/installed
 SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --random-order-bucket=global --random-order-seed=$(SEED)
-
-test-all: lint types
-	$(BIN)/python -m pytest tests --all-cells -n 2 --dist worksteal
 
 docs: .venv/installed
 	rm -rf build/docs docs/reference docs/sources

@@ -35,8 +35,11 @@ REASONS: dict[str, str] = {
     "examples/test_migrate_in_four_steps.py::test_b15_k1_a_half_done_and_a_done_migration_start_with_a_launcher": (
         "a launcher and two ranks, each a fresh interpreter"
     ),
-    "compat/test_accelerate.py::test_b17_transformers_trainer_runs_with_paceline_as_its_accelerate": (
+    "compat/test_accelerate.py": (
         "the fixture starts programs that import transformers, train on one and two processes, resume and evaluate"
+    ),
+    "cli/test_config.py::test_c1_it_works_with_piped_input_in_a_process_of_its_own": (
+        "cold: a fresh interpreter that imports torch to see the machine's devices"
     ),
     "cli/test_launch.py::test_a1_c13_one_script_trains_alike_however_it_is_started": (
         "cold: eight starts of fresh interpreters, whose hash seeds differ"
