@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,56 +19,66 @@ Scenario = Callable[[Path], list[float]]
 
 
 @pytest.fixture
-def record_losses(record_property: Callable[[str, object], None], tmp_path: Path) -> Callable[..., None]:
+def record_losses(
+    record_property: Callable[[str, object], None], tmp_path: Path, request: pytest.FixtureRequest
+) -> Callable[..., None]:
     """Return a function that runs a scenario in one or more processes and records the losses of rank 0."""
+    limit = 0.9 * request.config.getoption("timeout")
 
     def run(scenario: Scenario, processes: int = 1) -> None:
-        record_property("losses", json.dumps(_in_processes(scenario, processes, tmp_path)))
+        record_property("losses", json.dumps(_in_processes(scenario, processes, tmp_path, limit)))
 
     return run
 
 
-def _in_processes(scenario: Scenario, count: int, folder: Path) -> list[float]:
-    """Fork the ranks, with the environment variables that ``torchrun`` sets; return the losses of rank 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
+def _in_processes(scenario: Scenario, count: int, folder: Path, limit: float) -> list[float]:
+    """Fork the ranks, with the environment variables that ``torchrun`` sets; return the losses of rank 0.
+
+    As with ``torchrun``, this process serves the store through which the ranks meet, so that no other program can take
+    its port, and the failure of one rank ends the others. A rank that runs for longer than ``limit`` seconds fails.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: set[int] = set()
+    failed = False
     for rank in range(count):
         if not (pid := os.fork()):
-            os._exit(_rank(scenario, rank, count, port, folder))
-        ranks.append(pid)
-    statuses = []
+            os._exit(_rank(scenario, rank, count, store.port, folder, limit))
+        ranks.add(pid)
     try:
-        while len(statuses) < count:
-            statuses.append(os.waitstatus_to_exitcode(os.waitpid(ranks[len(statuses)], 0)[1]))
-    finally:  # some ranks are still running if the test timed out
-        for pid in ranks[len(statuses) :]:
+        while ranks and not failed:
+            pid, status = os.wait()
+            ranks.discard(pid)
+            failed = status != 0
+    finally:
+        for pid in ranks:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    errors = [error.read_text() for error in sorted(folder.glob("error.*"))]
-    assert not any(statuses), errors[0].splitlines()[-1] + "\n\n" + "\n".join(errors) if errors else statuses
+    errors = [text for error in sorted(folder.glob("error.*")) if (text := error.read_text())]
+    assert not failed, "\n\n".join([errors[0].splitlines()[-1], *errors]) if errors else "A rank ended silently."
     return json.loads((folder / "losses.json").read_text())
 
 
-def _rank(scenario: Scenario, rank: int, count: int, port: int, folder: Path) -> int:
+def _rank(scenario: Scenario, rank: int, count: int, port: int, folder: Path, limit: float) -> int:
     """Run the scenario in this process; return the process's exit status."""
-    world: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     if count > 1:
-        os.environ.update({name: str(value) for name, value in world.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update({name: str(value) for name, value in (world | store | agent).items()})
     os.chdir(folder)
-    try:
-        losses = scenario(folder)
-        if rank == 0:
-            (folder / "losses.json").write_text(json.dumps(losses))
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-    except BaseException:
-        (folder / f"error.{rank}").write_text(traceback.format_exc())
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    with (folder / f"error.{rank}").open("w") as error:
+        faulthandler.dump_traceback_later(limit, exit=True, file=error)
+        try:
+            losses = scenario(folder)
+            if rank == 0:
+                (folder / "losses.json").write_text(json.dumps(losses))
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()
+        except BaseException:
+            traceback.print_exc(file=error)
+            traceback.print_exc()
+            return 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
     return 0
