@@ -35,7 +35,7 @@ def scored(count: int) -> datasets.Dataset:
 @pytest.mark.parametrize("case", CASES)
 def test_training(record_losses: Callable[..., None], case: str, processes: int) -> None:
     def train(folder: Path, samples: int = 64, **more: Any) -> list[float]:
-        model, seen = tiny.encoder(folder / str(processes)), tiny.Losses()
+        model, seen = tiny.encoder(), tiny.Losses()
         arguments = SentenceTransformerTrainingArguments(**tiny.settings(folder, **more))
         data = {"train_dataset": pairs(samples), "eval_dataset": pairs(13)}
         loss = losses.MultipleNegativesRankingLoss(model)
@@ -49,7 +49,7 @@ def test_training(record_losses: Callable[..., None], case: str, processes: int)
 @pytest.mark.parametrize("order", ["proportional", "round_robin"])
 def test_two_data_sets(record_losses: Callable[..., None], order: str, processes: int) -> None:
     def train(folder: Path) -> list[float]:
-        model, seen = tiny.encoder(folder), tiny.Losses()
+        model, seen = tiny.encoder(), tiny.Losses()
         more = tiny.settings(folder, multi_dataset_batch_sampler=order)
         arguments = SentenceTransformerTrainingArguments(**more)
         kinds = {"pairs": losses.MultipleNegativesRankingLoss(model), "scored": losses.CosineSimilarityLoss(model)}

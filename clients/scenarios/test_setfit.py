@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 @pytest.mark.parametrize("head", ["logistic regression", "layer"])
 def test_training(record_losses: Callable[..., None], head: str) -> None:
     def train(folder: Path) -> list[float]:
-        body = tiny.encoder(folder)  # seeds the head, too
+        body = tiny.encoder()  # seeds the head, too
         last: Any = setfit.SetFitHead(in_features=16, out_features=2) if head == "layer" else LogisticRegression()
         model = setfit.SetFitModel(model_body=body, model_head=last)
         arguments = setfit.TrainingArguments(

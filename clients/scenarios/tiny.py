@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def language_model() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def encoder(folder: Path) -> Any:
+def encoder() -> Any:
     """Return a sentence encoder: a BERT model with one layer, followed by the mean of the token embeddings."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
@@ -41,10 +42,10 @@ def encoder(folder: Path) -> Any:
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(**sizes, intermediate_size=16, max_position_embeddings=32)
     transformers.set_seed(SEED)
-    place = str(folder / "encoder")
-    transformers.BertModel(config).save_pretrained(place)
-    tokenizer().save_pretrained(place)
-    words = modules.Transformer(place)
+    with tempfile.TemporaryDirectory() as place:  # of this process alone
+        transformers.BertModel(config).save_pretrained(place)
+        tokenizer().save_pretrained(place)
+        words = modules.Transformer(place)
     return SentenceTransformer(modules=[words, modules.Pooling(words.get_embedding_dimension())], device="cpu")
 
 
