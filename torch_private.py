@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -373,6 +373,11 @@ def after_backward(root: nn.Module, then: Callable[[], None] | None) -> None:
 expect_backward: Callable[[Any], Callable[[Tensor], Any]] = attrgetter("_register_pre_backward_hook")
 
 
+def at_end_of_backward(then: Callable[[], None]) -> None:
+    """Call ``then`` at the end of the backward pass that is running; only in a hook of that pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)  # type: ignore[attr-defined]
+
+
 def fsdp_parameters(root: nn.Module) -> list[Any]:
     """Return FSDP's state for each sharded parameter. In some torch versions, a module has several parameter groups."""
     from torch.distributed.fsdp import FSDPModule
@@ -384,6 +389,18 @@ def fsdp_parameters(root: nn.Module) -> list[Any]:
         for group in (state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group])
     ]
     return [one for group in groups if group is not None for one in group.fsdp_params]
+
+
+def keep_requires_grad(sharded: Iterable[Any]) -> None:
+    """Apply ``requires_grad_`` calls on gathered parameters to their shards. Otherwise, the next gathering undoes them.
+
+    ``sharded``: entries of :func:`fsdp_parameters`.
+    """
+    for one in sharded:
+        shard: Tensor = one.sharded_param
+        gathered: Tensor = getattr(one, "_unsharded_param", shard)  # missing before the parameter is first gathered
+        if gathered.requires_grad is not shard.requires_grad and one.sharded_state.name == "UNSHARDED":
+            shard.requires_grad_(gathered.requires_grad)
 
 
 def waiting_gradient(one: Any) -> Tensor | None:

@@ -25,6 +25,7 @@ USED = {
     "nn.modules.conv": "_ConvNd",
     "nn.modules.dropout": "_DropoutNd",
     "Tensor": "_backward_hooks _version grad_dtype",
+    "autograd.variable": "_execution_engine",
     "UntypedStorage": "_cdata",
     "": "_foreach_mul_ _foreach_norm",
     "ops.aten": "_amp_foreach_non_finite_check_and_unscale_ _local_scalar_dense _unique2 _grouped_mm",
@@ -47,7 +48,7 @@ USED = {
     "distributed.fsdp._fully_shard._fsdp_state": "_state_ctx _root_post_backward_final_callback "
     "_register_pre_backward_hook _fsdp_param_groups|_fsdp_param_group",
     "distributed.fsdp._fully_shard._fsdp_param_group": "fsdp_params",
-    "distributed.fsdp._fully_shard._fsdp_param": "_unsharded_param",
+    "distributed.fsdp._fully_shard._fsdp_param": "_unsharded_param sharded_param sharded_state",
     "distributed.fsdp.wrap": "_module_classes _lambda_fn",
     "_dynamo.eval_frame": "OptimizedModule dynamo_ctx _orig_mod _torchdynamo_orig_callable",
     "_dynamo.callback": "callback_handler start_callbacks register_start_callback register_end_callback "

@@ -15,8 +15,9 @@ from typing_extensions import Unpack
 from .. import messages
 from ..big_model.quantized_layers import statistics_of
 from ..devices.kinds import kind_of
-from ..torch_private import communication_times, time_every_step
+from ..torch_private import at_end_of_backward, communication_times, time_every_step
 from .distributed import DistributedStrategy, ProcessOptions, passes_on, same_tensors
+from .late_parameters import LateParameters
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class DDPStrategy(DistributedStrategy):
         self.ddp_options = given
         self._wrapped: DistributedDataParallel | None = None
         self._reduced: list[nn.Parameter] = []
-        self._late = False
+        self._late = LateParameters()
+        self._has_late_gradients = False
         self._manual = False
         self._synchronizes, self._local = True, False
         #: Whether the next backward pass records the graph (static_graph): torch must reduce gradients in that pass.
@@ -132,6 +134,8 @@ class DDPStrategy(DistributedStrategy):
         self._manual = not getattr(module, "automatic_optimization", True)
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
         self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._late.forget()
+        self._late.watch((p for p in module.parameters() if not p.requires_grad), self._got_late_gradient)
         if not self._reduced:
             return module
         self.same_model(module)
@@ -171,6 +175,7 @@ class DDPStrategy(DistributedStrategy):
             self._release(self._wrapped)
         self._wrapped = self._averager = None
         self._reduced = []
+        self._late.forget()
 
     def _release(self, wrapped: Any) -> None:
         """Remove a wrapper's hooks from the parameters, so that its forward no longer communicates.
@@ -231,8 +236,8 @@ class DDPStrategy(DistributedStrategy):
         wrapped = self._wrapped
         if self._local or self.world_size == 1 or not self._synchronizes:
             return False
-        if self._late or wrapped is None:
-            return self._late
+        if wrapped is None:
+            return False
         step = wrapped.module
         if all(parameter.grad is None for parameter in self._reduced):
             return False  # the loss did not depend on these parameters
@@ -241,15 +246,25 @@ class DDPStrategy(DistributedStrategy):
 
     def find_latecomers(self, module: nn.Module) -> None:
         known = set(map(id, self._reduced))
-        late = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
-        self._late = bool(late)
-        if late and self.world_size > 1:
-            messages.info_once(
-                f"{type(module).__name__} gained trainable parameters after prepare() "
-                f"({late[0]}{', ...' if late[1:] else ''}). DistributedDataParallel does not reduce their gradients, "
-                "so Paceline reduces all gradients once more before each step. To avoid this, add or unfreeze the "
-                "parameters before prepare()."
-            )
+        added = [p for p in module.parameters() if id(p) not in known and p not in self._late]
+        self._late.watch(added, self._got_late_gradient)
+
+    def _got_late_gradient(self, parameter: nn.Parameter) -> None:
+        if self.world_size > 1 and self._synchronizes and not self._local:
+            self._has_late_gradients = True
+            at_end_of_backward(self._reduce_late_gradients)
+
+    def _reduce_late_gradients(self) -> None:
+        """Average the gradients that DistributedDataParallel does not know, after it has averaged the others."""
+        if not self._has_late_gradients:
+            return
+        self._has_late_gradients = False
+        messages.info_once(
+            "Some of the model's parameters were unfrozen or added after training began. DistributedDataParallel does "
+            "not know them, so their gradients are averaged after each backward pass, which takes longer than during "
+            "the pass."
+        )
+        self.average_gradients(self._late.trainable())
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if not self._local:

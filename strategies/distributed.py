@@ -433,7 +433,11 @@ class DistributedStrategy(Strategy):
             same_tensors(module.buffers(), self.data_group)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in parameters(optimizer):
+        self.average_gradients(parameters(optimizer))
+
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Average the parameters' gradients across the ranks; those without a gradient stay without one."""
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = self.reduce(parameter.grad, "mean")
 

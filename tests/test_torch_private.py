@@ -101,7 +101,8 @@ def words(text: str) -> set[str]:
 #: Attributes in the file that are public in torch or in Python, and two that are used only if torch has them.
 PUBLIC = {
     *("DTensor", "Logger", "Module", "Parameter", "SyncBatchNorm", "device", "dtype", "forward", "get", "getLogger"),
-    *("grad", "options", "patch", "placements", "pop", "shape", "to", "values"),
+    *("Variable", "autograd", "grad", "name", "options", "patch", "placements", "pop", "queue_callback"),
+    *("requires_grad", "requires_grad_", "shape", "to", "values"),
     *("manual_backward_finalization_active", "unsharded_accumulated_grad"),
 }
 
@@ -526,6 +527,26 @@ def test_fsdp_ends_a_backward_for_what_waits_and_knows_its_parameters(mesh: Any)
     assert all(parameter.grad is not None for parameter in net.parameters())
     assert private.local_part(kept[0].sharded_param.grad).unique().tolist() == [7]
     assert all(private.waiting_gradient(one) is None for one in kept)
+
+    net(torch.ones(1, 2))
+    gathered = list(net.parameters())
+    gathered[0].requires_grad_(False)
+    private.keep_requires_grad(kept)
+    net.reshard()
+    assert [parameter.requires_grad for parameter in net.parameters()] == [False, *[True] * (len(gathered) - 1)]
+
+
+def test_a_function_is_called_once_a_backward_pass_has_all_gradients() -> None:
+    first, second = (torch.ones(1, requires_grad=True) for _ in range(2))
+    seen: list[Any] = []
+
+    def hook(parameter: Tensor) -> None:
+        private.at_end_of_backward(lambda: seen.append((first.grad, second.grad)))
+
+    first.register_post_accumulate_grad_hook(hook)
+    second.register_post_accumulate_grad_hook(hook)
+    (2 * first + 3 * second).backward()
+    assert seen == [(torch.tensor([2.0]), torch.tensor([3.0]))] * 2
 
 
 def test_policies_of_fsdp_say_what_they_wrap() -> None:

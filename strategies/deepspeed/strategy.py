@@ -20,6 +20,7 @@ from ... import messages
 from ...torch_private import HAS_STEPPED
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy, ProcessOptions, passes_on
+from ..late_parameters import LateParameters
 from ..precision.base import Precision
 from ..precision.base import parameters as parameters_of
 from . import settings as configuration
@@ -91,6 +92,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._engine: Any = None
         self._groups: list[int] = []  # indices of the user's parameter groups that require gradients
         self._num_groups = 0
+        self._late = LateParameters()
         self._pieces: dict[int, zero_partitions.Piece] = {}
         self._overflow: Tensor | None = None
 
@@ -184,6 +186,8 @@ class DeepSpeedStrategy(DistributedStrategy):
                 "Unfreeze some parameters, or use strategy='ddp'."
             )
         self._start_engine(_double(optimizer, [groups[i] for i in self._groups]))
+        frozen = [p for p in self._root.inner.parameters() if not p.requires_grad]
+        self._late.watch(frozen, self._refuse_late_gradient)
         self._pieces = zero_partitions.pieces(self._engine.optimizer)
         return optimizers
 
@@ -198,10 +202,19 @@ class DeepSpeedStrategy(DistributedStrategy):
             made = import_module("deepspeed").initialize(where, self._root, optimizer, config=config)
         self._engine = made[0]
 
+    def _refuse_late_gradient(self, parameter: nn.Parameter) -> None:
+        names = {id(one): name for name, one in self._root.inner.named_parameters()} if self._root else {}
+        raise RuntimeError(
+            f"{names.get(id(parameter), 'A parameter')} was unfrozen after training began, but DeepSpeed's optimizer "
+            "has only the parameters that were trainable then. Unfreeze it before training, or use strategy='fsdp' or "
+            "'ddp'."
+        )
+
     def _drop_engine(self) -> None:
         """Remove the previous run's hooks from the module."""
         if self._engine is not None:
             self._engine.destroy()
+        self._late.forget()
         self._engine, self._pieces, self._groups, self._overflow = None, {}, [], None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:

@@ -28,7 +28,9 @@ from ...torch_private import (
     backward_hooks,
     expect_backward,
     finish_backward,
+    fsdp_parameters,
     fsdp_state,
+    keep_requires_grad,
     unscale_each_,
     unscale_with,
 )
@@ -259,6 +261,8 @@ class FSDPStrategy(DistributedStrategy):
         if self._holder is None:
             self._holder = _Holder(self.precision.convert_module(module), settings)
             self._shard(module)
+            self._holder.sharded = _owned_parameters(module)
+            self._holder.gathered = fsdp_parameters(self._holder)
             vars(module)[HOLDER] = self._holder
         elif self._holder.settings != settings:
             raise RuntimeError(
@@ -477,6 +481,21 @@ class FSDPStrategy(DistributedStrategy):
             self._holder.set_requires_gradient_sync(enabled)
             self._synced = enabled
 
+    def find_latecomers(self, module: nn.Module) -> None:
+        """Raise if trainable parameters were added after the module was sharded.
+
+        Raises:
+            RuntimeError: FSDP would neither shard such a parameter nor average its gradient.
+        """
+        known = self._holder.sharded
+        late = [f"{type(owner).__name__}.{name}" for owner, name in _owned_parameters(module, True) - known]
+        if late and self.world_size > 1:
+            raise RuntimeError(
+                f"{min(late)} was added to {type(module).__name__} after FSDP had sharded it, so its gradients would "
+                "differ between processes. Add it in __init__ or configure_model (frozen, if it trains later), or use "
+                "strategy='ddp'."
+            )
+
     def complete_gradients(self, optimizer: Optimizer) -> None:
         self.sync_gradients(True)
         finish_backward(fsdp_state(self._holder))
@@ -592,6 +611,12 @@ class FSDPStrategy(DistributedStrategy):
         accumulated_gradients.put_back(self._holder, module, state, self.device)
 
 
+def _owned_parameters(module: nn.Module, trainable: bool = False) -> set[tuple[nn.Module, str]]:
+    """Return the owner and the name of each (trainable) parameter, which stay the same when it is sharded."""
+    owned = ((owner, name, one) for owner in module.modules() for name, one in owner.named_parameters(recurse=False))
+    return {(owner, name) for owner, name, parameter in owned if parameter.requires_grad or not trainable}
+
+
 class _Holder(nn.Module):
     """The root module to shard. Its forward runs a step of the user's module, whose class does not change.
 
@@ -602,6 +627,8 @@ class _Holder(nn.Module):
         super().__init__()
         self.module = module
         self.settings = settings
+        self.sharded: set[tuple[nn.Module, str]] = set()
+        self.gathered: Collection[Any] = ()
 
     def set_requires_gradient_sync(self, enabled: bool) -> None: ...
 
@@ -610,7 +637,9 @@ class _Holder(nn.Module):
     def unshard(self) -> None: ...
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
+        output = step(*args, **kwargs)
+        keep_requires_grad(self.gathered)
+        return output
 
 
 def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:

@@ -339,6 +339,10 @@ class ModelParallelStrategy(FSDPStrategy):
         finally:
             metric.process_group = before
 
+    def find_latecomers(self, module: nn.Module) -> None:
+        if self.spreads_data:
+            super().find_latecomers(module)
+
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if self.spreads_data:
             super().complete_gradients(optimizer)
