@@ -23,7 +23,7 @@ from paceline.data.batches import Batches
 
 
 class Own(Dataset):
-    """A data set of one's own: its ``__getitem__`` is called for each sample, whoever fetches."""
+    """Your own data set: its ``__getitem__`` is called for each sample, whoever fetches."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -54,7 +54,7 @@ def main() -> None:
     whole = TensorDataset(torch.randn(size, 64, generator=generator), torch.randint(10, (size,), generator=generator))
     part = random_split(whole, [0.75, 0.25], generator)[0]
     rows = []
-    for name, data in (("TensorDataset", whole), ("random_split of it", part), ("a data set of one's own", Own(whole))):
+    for name, data in (("TensorDataset", whole), ("random_split of it", part), ("your own data set", Own(whole))):
         for batch_size in (8, 32, 64, 256):
             loader = DataLoader(data, batch_size, shuffle=True, generator=torch.Generator())
             times = [(passed(loader), passed(Batches(loader))) for _ in range(1 if args.smoke else args.passes)]

@@ -75,7 +75,7 @@ class LossGuard(Callback):
     Attributes:
         batches: step, loss and running mean (None if there was no good loss yet) of each bad batch, by epoch and batch
             index.
-        left_out: how many times a batch was skipped; logged as ``loss_guard/left_out`` each time.
+        left_out: how many times a batch was skipped; written to the loggers as ``loss_guard/left_out`` each time.
 
     Raises:
         LossSpikeError: for a bad loss with ``action="raise"``.

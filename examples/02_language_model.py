@@ -39,7 +39,7 @@ def corpus() -> list[Subset]:
 
 
 def num_bytes(batch: Any) -> Tensor:
-    """How many bytes of a batch are to be foretold, ()."""
+    """How many bytes of a batch the model has to predict, ()."""
     return (batch[0][:, 1:] != NOTHING).sum()
 
 

@@ -68,6 +68,11 @@ def test_the_pictures_are_what_their_code_draws(make: ModuleType) -> None:
     assert not changed, f"run: python docs/pictures/make.py ({changed})"
 
 
+def test_the_picture_of_costs_has_the_command_and_day_of_its_tables(make: ModuleType) -> None:
+    (source,) = [word for word in words_of(dict(make.drawn())["overhead-light.svg"]) if "benchmarks/" in word]
+    assert re.fullmatch(r"python benchmarks/step_overhead.py, \d{4}-\d\d-\d\d", source)
+
+
 def test_every_picture_is_on_a_page_in_both_schemes_with_words_for_those_who_do_not_see_it() -> None:
     pages = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
     for path in PICTURES.glob("*.svg"):

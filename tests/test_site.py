@@ -119,6 +119,15 @@ def test_the_reference_has_every_public_name_hook_command_and_setting(site: Path
     assert commands.count("no, fp16, bf16, fp8") == 1, "only where the option's form does not list them (config)"
 
 
+def test_the_reference_shows_no_remains_of_how_it_was_made(site: Path) -> None:
+    """No docstring cut at its first colon, no address of an object, no type alias by a name that has no entry."""
+    remains = (
+        r">Type<|object at 0x|>alias of |<em>~|<em>(?:check\.)?(?:ClipAlgorithm|Policy|AverageOne|StrategyName)</em>"
+    )
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html")}
+    assert not {name: found for name, text in pages.items() if (found := re.findall(remains, text))}
+
+
 def test_the_figures_of_the_start_page_are_those_of_the_benchmarks() -> None:
     start = (ROOT / "docs" / "index.md").read_text()
     shown = cells(start.partition("<!-- step overhead -->\n")[2])

@@ -40,7 +40,7 @@ class ModuleHooks:
         """Called at the very end of a run, even after an exception."""
 
     def configure_model(self) -> None:
-        """Build or shard large layers here. Runs at every entry point. It must not build them twice."""
+        """Build large layers here; the strategy shards them afterwards. Runs at every entry point; build only once."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
         """Return callbacks to add; each replaces the Trainer's callbacks of the same type."""

@@ -330,7 +330,7 @@ class Trainer:
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        ckpt_path: Literal["last", "auto", "best"] | str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
@@ -340,7 +340,7 @@ class Trainer:
         Args:
             model: the module; if None, the last run's module, with the weights of its best checkpoint.
             dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
-            ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"`` or ``"last"``.
+            ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"``, ``"last"`` or ``"auto"``.
             verbose: print the values as a table.
             datamodule: a DataModule to use instead of loaders.
             weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
@@ -353,7 +353,7 @@ class Trainer:
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        ckpt_path: Literal["last", "auto", "best"] | str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
@@ -376,7 +376,7 @@ class Trainer:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: Literal[True] | None = None,
-        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        ckpt_path: Literal["last", "auto", "best"] | str | Path | None = None,
         weights_only: bool | None = None,
         gather: bool = False,
     ) -> list[Any]: ...
@@ -388,7 +388,7 @@ class Trainer:
         datamodule: DataModule | None = None,
         *,
         return_predictions: Literal[False],
-        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        ckpt_path: Literal["last", "auto", "best"] | str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None: ...
     @overload
@@ -398,7 +398,7 @@ class Trainer:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
-        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        ckpt_path: Literal["last", "auto", "best"] | str | Path | None = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None: ...
 
@@ -408,7 +408,7 @@ class Trainer:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
-        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        ckpt_path: Literal["last", "auto", "best"] | str | Path | None = None,
         weights_only: bool | None = None,
         gather: bool = False,
     ) -> list[Any] | None:
@@ -420,7 +420,7 @@ class Trainer:
             datamodule: a DataModule to use instead of loaders.
             return_predictions: whether to keep the predictions; None means True. If False, only callbacks such as
                 ``BasePredictionWriter`` receive them, batch by batch.
-            ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"`` or ``"last"``.
+            ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"``, ``"last"`` or ``"auto"``.
             weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
             gather: with several processes, return the predictions of all processes, in data order, on each process; if
                 False, each process returns its own.

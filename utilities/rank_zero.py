@@ -20,7 +20,7 @@ class RankZeroDeprecationWarning(DeprecationWarning):
 
 
 class RankZeroOnly:
-    """Class of the decorator :data:`rank_zero_only`. Other ranks return ``default`` without calling the function.
+    """The decorator :data:`rank_zero_only`: ranks other than 0 return ``default`` without calling the function.
 
     Attributes:
         rank: this process's rank among all processes, 0-based. Set this attribute if you start processes that Paceline

@@ -269,12 +269,17 @@ def described(found: Any) -> bool:
     return inspect.isclass(found) or inspect.isroutine(found)
 
 
+def value(found: Any) -> str:
+    """Return what an object that is no class or function is: its value, or the first line of its class's docstring."""
+    return first_line(type(found)) if type(found).__repr__ is object.__repr__ else plain(repr(found))
+
+
 def entry(name: str) -> str:
     """Return the description of one object."""
     found, at = find(name), home()[name]
     if at != name or not described(found):
         module, _, own = name.rpartition(".")
-        about = f"The same as :py:obj:`{at}`." if at != name else plain(repr(found))
+        about = f"The same as :py:obj:`{at}`." if at != name else value(found)
         return f".. py:data:: {own}\n   :module: {module}\n\n   {about}\n\n"
     if not inspect.isclass(found):
         return f".. autofunction:: {name}\n\n"
@@ -291,7 +296,10 @@ def entry(name: str) -> str:
 
 
 #: Members that only other parts of the package use, by class.
-INTERNALS = {"paceline.Trainer": "asked_ckpt_path, brought_callbacks, has_own_save, logs_this_step, may_stop, saver"}
+INTERNALS = {
+    "paceline.Trainer": "asked_ckpt_path, brought_callbacks, has_own_save, logs_this_step, may_stop, saver",
+    "paceline.strategies.Strategy": "progress",
+}
 #: Classes that show the members of their bases too, up to the one named.
 INHERITS = {
     "paceline.Trainer": "object",

@@ -18,7 +18,9 @@ from sources import write
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util.nodes import make_refnode
+from sphinx.util.typing import stringify_annotation
 
 #: Pages that are built from tables; they come before the pages of classes and functions.
 TABLES = {"hooks": tables.hooks, "commands": tables.commands, "settings": tables.settings, "errors": errors.page}
@@ -68,6 +70,44 @@ def mean_what_the_file_means(app: Sphinx, page: nodes.document) -> None:
             node["reftarget"] = f"{meant.__module__}.{meant.__qualname__}"
 
 
+def write_aliases_out(app: Sphinx, page: nodes.document) -> None:
+    """Replace the name of a type alias, which the reference does not describe, by the type that it stands for."""
+    known = aliases(tuple(sorted(name for name in sys.modules if name.partition(".")[0] == "paceline")))
+    for node in list(page.findall(pending_xref)):
+        named = known.get(node["reftarget"].rpartition(".")[2], {}) if node.get("refdomain") == "py" else {}
+        owner = getattr(sys.modules.get(str(node.get("py:module"))), str(node.get("py:class")).partition(".")[0], None)
+        texts = {named[owner.__module__]} if getattr(owner, "__module__", "") in named else set(named.values())
+        if len(texts) != 1:
+            continue
+        bar, following = (*node.parent[node.parent.index(node) + 1 :][:2], None, None)[:2]
+        if texts == {"str"} and following is not None and (bar.astext(), following.astext()) == (" | ", "str"):
+            node.parent.remove(bar)
+            node.parent.remove(node)
+        else:
+            node.replace_self(nodes.emphasis("", texts.pop()))
+    for node in list(page.findall(lambda one: isinstance(one, nodes.emphasis) and one.astext().startswith("~"))):
+        node.replace_self(nodes.emphasis("", node.astext().rpartition(".")[2]))  # Sphinx leaves it after a Literal
+
+
+@cache
+def aliases(modules: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """Return the type aliases of some modules, written out, by name and module. A long list of strings is a ``str``."""
+    line = re.compile(r"^([A-Z]\w+)(?:: TypeAlias)? = (?=Any$|Literal\[|Callable\[|\w[\w.\[\], ]* \| )", re.M)
+    found: dict[str, dict[str, str]] = {}
+    for module in map(sys.modules.__getitem__, modules):
+        path = getattr(module, "__file__", None)
+        for name in line.findall(Path(path).read_text(encoding="utf-8")) if path else ():
+            text = re.sub(r"~|\b(?:\w+[.])+", "", stringify_annotation(getattr(module, name), "smart"))
+            if len(text) <= 100 or text.startswith("Literal"):
+                found.setdefault(name, {})[module.__name__] = text if len(text) <= 100 else "str"
+    return found
+
+
+def whole_text(docstring: GoogleDocstring) -> tuple[str, list[str]]:
+    """Return an attribute's docstring without a type: by default the words before its first colon would be one."""
+    return "", GoogleDocstring(docstring._dedent(docstring._consume_to_end()), docstring._config).lines()
+
+
 def set_dashes(app: Sphinx, page: nodes.document) -> None:
     """Put a dash between an argument's name and its description; Sphinx does so only with smart quotes."""
     for node in list(page.findall(nodes.Text)):
@@ -100,8 +140,10 @@ def find_by_last_part(app: Sphinx, env: BuildEnvironment, node: pending_xref, co
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    GoogleDocstring._consume_inline_attribute = whole_text
     app.connect("config-inited", write_pages)
     app.connect("source-read", describe_pages)
+    app.connect("doctree-read", write_aliases_out)
     app.connect("doctree-read", mean_what_the_file_means)
     app.connect("doctree-read", set_dashes)
     app.connect("missing-reference", find_by_last_part)

@@ -57,7 +57,7 @@ _LOADS = Rights(
 )
 #: Methods that a module or DataModule overrides.
 METHODS = {
-    "configure_model": Rights(may="create layers directly on the device, and shard them"),
+    "configure_model": Rights(may="create large layers, empty or on the device; the strategy shards them"),
     "configure_callbacks": Rights(
         may="return a callback or a list of callbacks", must_not="return different callbacks on different ranks"
     ),
