@@ -127,6 +127,8 @@ class MetricStore:
         record = make_record(name, value, options, self._moment, hook, self._dataloader_idx, weigh)
         record.hook = hook
         self._refuse_overwriting(name, record)
+        if isinstance(record, MetricRecord):
+            self._warn_of_mixing(name, record)
         if self._moment.step_allowed:
             self._shared_with(hook).add(record)
         self.records[name] = record
@@ -156,6 +158,25 @@ class MetricStore:
                     f"{self._dataloader_idx}, so one value would replace the other. Leave out add_dataloader_idx, or "
                     "use a different name for each loader."
                 )
+
+    def _warn_of_mixing(self, name: str, record: MetricRecord) -> None:
+        """Warn if a metric object is also logged for another loader, or in both training and validation."""
+        stage, idx = str(self.state.stage), self._dataloader_idx
+        for (other_stage, _, other_idx), table in self._tables.items():
+            metrics = (one for one in table.values() if isinstance(one, MetricRecord))
+            other = next((one for one in metrics if one.metric is record.metric), None)
+            if other is None or not (record.on_epoch or other.on_epoch):
+                continue
+            if stage == other_stage and idx != other_idx:
+                places, instead = f"loaders {other_idx} and {idx}", "nn.ModuleList([...])[dataloader_idx]"
+            elif {stage, other_stage} == {"train", "validate"}:
+                places, instead = "training and validation", "self.val_metric = self.train_metric.clone()"
+            else:
+                continue
+            messages.warn_once(
+                f"self.log({name!r}) got the same {type(record.metric).__name__} object in {places}, so its values mix "
+                f"the samples of both. Create an object for each, such as {instead}."
+            )
 
     def _weight(self, name: str) -> int:
         """Return the batch size, computed once per batch."""

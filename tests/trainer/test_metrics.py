@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from rank_processes import ranks
 from torch import nn
 
-from paceline import Callback, Trainer, TrainingModule
+from paceline import Callback, Trainer, TrainingModule, messages
 from paceline.loggers import Logger
+from paceline.messages import PacelineWarning
 
 
 class Memory(Logger):
@@ -629,9 +631,45 @@ def test_a_metric_that_two_loaders_update_is_computed_after_each(quiet: dict[str
             self.log("m", self.mean)
 
     module, loaders = Module(), [DataLoaderLike(batches(1, 1)), DataLoaderLike(batches(1, 4))]
-    for _ in range(2):
-        results = Trainer(**quiet).validate(module, loaders, verbose=False)
-        assert results == [{"m/dataloader_idx_0": 0.5}, {"m/dataloader_idx_1": pytest.approx(11 / 7)}]
+    messages.forget()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            results = Trainer(**quiet).validate(module, loaders, verbose=False)
+            assert results == [{"m/dataloader_idx_0": 0.5}, {"m/dataloader_idx_1": pytest.approx(11 / 7)}]
+    (said,) = caught
+    assert said.category is PacelineWarning
+    assert "self.log('m') got the same MeanMetric object in loaders 0 and 1" in str(said.message)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_metric_of_training_that_validation_updates_is_named(quiet: dict[str, Any], shared: bool) -> None:
+    import torchmetrics
+
+    class Module(Values):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = torchmetrics.MeanMetric()
+            self.other = self.one if shared else torchmetrics.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.one.update(batch)
+            self.log("train", self.one, on_step=False, on_epoch=True)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.other.update(batch)
+            self.log("val", self.other)
+            self.log("val_again", self.other)
+
+    messages.forget()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = Trainer(**{**quiet, "num_sanity_val_steps": 1}, max_epochs=2)
+        module = Module()
+        trainer.fit(module, DataLoaderLike(batches(1, 1)), DataLoaderLike(batches(1, 1)))
+        trainer.validate(module, DataLoaderLike(batches(1, 1)), verbose=False)
+    said = [str(one.message) for one in caught if "the same MeanMetric object" in str(one.message)]
+    assert ["in training and validation, so its values mix" in text for text in said] == [True] * 2 * shared
 
 
 def test_transfer_hooks_leave_the_suffix_of_the_loader(quiet: dict[str, Any]) -> None:
