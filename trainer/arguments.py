@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral
@@ -283,6 +283,7 @@ class Request:
     Attributes:
         again: whether the run restarts from one of its own checkpoints; if so, its loggers continue their logs.
         trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
+        show_results: prints the results of an evaluation, given with the entry point's name; None prints nothing.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
@@ -296,6 +297,7 @@ class Request:
     restore: tuple[str, ...] = PARTS
     again: bool = False
     trial: bool = False
+    show_results: Callable[[list[dict[str, float]], str], Any] | None = None
 
 
 def check_request(running: str | None, request: Request) -> None:

@@ -346,8 +346,10 @@ class Trainer:
             weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
         """
         loaders = {"validate": dataloaders}
-        request = Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
-        return self._evaluate(request, verbose)
+        show = show_results if verbose else None
+        return self._evaluate(
+            Request("validate", model, datamodule, loaders, ckpt_path, show_results=show, weights_only=weights_only)
+        )
 
     def test(
         self,
@@ -360,13 +362,15 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Like :meth:`validate`, but run ``test_step`` over the test data."""
         loaders = {"test": dataloaders}
-        request = Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
-        return self._evaluate(request, verbose)
+        show = show_results if verbose else None
+        return self._evaluate(
+            Request("test", model, datamodule, loaders, ckpt_path, show_results=show, weights_only=weights_only)
+        )
 
-    def _evaluate(self, request: Request, verbose: bool) -> list[dict[str, float]]:
+    def _evaluate(self, request: Request) -> list[dict[str, float]]:
         results = self._begin(request)()
-        if verbose and self.is_global_zero:
-            show_results(results, request.fn)
+        if request.show_results is not None and self.is_global_zero:
+            request.show_results(results, request.fn)
         return results
 
     @overload

@@ -172,6 +172,16 @@ def _returns_predictions(trainer: Trainer) -> bool:
     return request is None or request.fn != "predict" or request.keep_predictions
 
 
+def _prints_results(trainer: Trainer) -> bool:
+    """Return True if the last call to an entry point prints results."""
+    request = trainer.current_run.request
+    return request is not None and request.show_results is not None
+
+
+def _evaluation_loop(trainer: Trainer) -> EvaluationLoop:
+    return TestLoop(trainer) if trainer.state.fn == "test" else ValidationLoop(trainer)
+
+
 _LIMITS: dict[str, Read] = {
     name: (lambda trainer, name=name: getattr(trainer, name), f"trainer.{name}")
     for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")
@@ -241,7 +251,18 @@ class FitLoopView(View):
     }
 
 
-class ValidationLoop(View):
+class EvaluationLoop(View):
+    """View of a validation or test loop. Its ``_print_results`` can be set to another function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        trainer = vars(self)["trainer"]
+        if name != "_print_results":
+            super().__setattr__(name, value)
+        elif _prints_results(trainer):
+            trainer.current_run.request.show_results = value
+
+
+class ValidationLoop(EvaluationLoop):
     """View of ``trainer.validate_loop`` and of a fit's validation loop."""
 
     place = "trainer.validate_loop"
@@ -251,17 +272,19 @@ class ValidationLoop(View):
         "_max_batches": (lambda trainer: trainer.num_val_batches, "trainer.num_val_batches"),
         "epoch_loop": (lambda trainer: ValidationLoop(trainer), "trainer.num_val_batches"),
         "batch_progress": (lambda trainer: Progress(trainer.state.evaluated, trainer.state.evaluated), "batch_idx"),
+        "verbose": (_prints_results, "the argument verbose of validate"),
         "_combined_loader": (lambda trainer: trainer.val_dataloaders, "trainer.val_dataloaders"),
     }
 
 
-class TestLoop(View):
+class TestLoop(EvaluationLoop):
     """View of ``trainer.test_loop``."""
 
     place = "trainer.test_loop"
     instead = "Use trainer.num_test_batches, trainer.callback_metrics and on_test_batch_end instead."
     reads: ClassVar[Mapping[str, Read]] = {
         "max_batches": (lambda trainer: trainer.num_test_batches, "trainer.num_test_batches"),
+        "verbose": (_prints_results, "the argument verbose of test"),
         "_combined_loader": (lambda trainer: trainer.test_dataloaders, "trainer.test_dataloaders"),
     }
 
@@ -394,6 +417,8 @@ class AcceleratorConnector:
         """The devices of this machine's processes."""
         return list(getattr(self.strategy, "devices", [])) or [self.strategy.device]
 
+    _parallel_devices = parallel_devices
+
     @property
     def is_distributed(self) -> bool:
         """Whether the strategy uses a process group, even with a single process."""
@@ -441,6 +466,7 @@ VIEWS: dict[str, Callable[[Trainer], Any]] = {
     "test_loop": TestLoop,
     "predict_loop": PredictLoop,
     "_accelerator_connector": AcceleratorConnector.of,
+    "_evaluation_loop": _evaluation_loop,
     "_callback_connector": CallbackConnector,
     "_checkpoint_connector": CheckpointConnector,
     "_data_connector": DataConnector,

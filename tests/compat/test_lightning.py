@@ -636,6 +636,16 @@ chosen = _AcceleratorConnector(accelerator="cpu", devices=3, plugins=TorchCheckp
 assert (chosen._accelerator_flag, chosen._devices_flag, chosen.is_distributed) == ("cpu", 3, True)
 assert isinstance(chosen.strategy, DDPStrategy) and isinstance(chosen.accelerator, CPUAccelerator)
 assert chosen.strategy.parallel_devices == [torch.device("cpu")] * 3 and chosen.strategy.num_processes == 3
+assert chosen._parallel_devices == [torch.device("cpu")] * 3
+printed = []
+class Prints(Net):
+    def on_validation_start(self):
+        printed.append(self.trainer._evaluation_loop.verbose)
+        self.trainer._evaluation_loop._print_results = lambda results, stage: printed.append((results, stage))
+Prints.on_test_start, Prints.test_step = Prints.on_validation_start, Net.validation_step
+evaluator = pl.Trainer(**quiet)
+evaluator.test(Prints(), loader), evaluator.validate(Prints(), loader, verbose=False)
+assert printed == [True, ([{"x": 1.0}], "test"), False], printed
 assert trainer._accelerator_connector.strategy is strategy and trainer._accelerator_connector._devices_flag == 1
 for one in inspect.signature(_AcceleratorConnector).parameters.values():
     assert inspect.signature(pl.Trainer).parameters[one.name].default == one.default, one
