@@ -16,7 +16,7 @@ from .. import messages
 from ..big_model.quantized_layers import statistics_of
 from ..devices.kinds import kind_of
 from ..torch_private import at_end_of_backward, communication_times, time_every_step
-from .distributed import DistributedStrategy, ProcessOptions, passes_on, same_tensors
+from .distributed import DistributedStrategy, ProcessOptions, average_gradients, passes_on, same_tensors
 from .late_parameters import LateParameters
 from .precision.base import Precision
 
@@ -264,7 +264,7 @@ class DDPStrategy(DistributedStrategy):
             "not know them, so their gradients are averaged after each backward pass, which takes longer than during "
             "the pass."
         )
-        self.average_gradients(self._late.trainable())
+        average_gradients(self._late.trainable(), [None])
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if not self._local:

@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -433,11 +434,7 @@ class DistributedStrategy(Strategy):
             same_tensors(module.buffers(), self.data_group)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        self.average_gradients(parameters(optimizer))
-
-    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Average the parameters' gradients across the ranks; those without a gradient stay without one."""
-        for parameter in parameters:
+        for parameter in parameters(optimizer):
             if parameter.grad is not None:
                 parameter.grad = self.reduce(parameter.grad, "mean")
 
@@ -490,6 +487,33 @@ def check_backend(backend: str | None, kind: str, written: str) -> None:
             f"{written}: NCCL only works with CUDA devices, but this run is on {kind!r}. Leave the backend out; the "
             "default is gloo on the CPU and NCCL on GPUs."
         )
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[Tensor], groups: Sequence[Any]) -> None:
+    """Average the gradients of unsharded parameters across the processes, in one reduction per dtype and device.
+
+    A missing gradient counts as zero, and stays missing if no process has one.
+
+    Args:
+        parameters: the parameters, which must be the same on every process.
+        groups: process groups to average across one after the other: a mesh has one per dimension. None is all
+            processes.
+    """
+    count = math.prod(map(dist.get_world_size, groups))
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for members in kinds.values():
+        grads = [p.new_zeros(p.shape) if p.grad is None else p.grad.to_dense() for p in members]
+        present = members[0].new_tensor([p.grad is not None for p in members])
+        together = torch.cat([*(grad.reshape(-1) for grad in grads), present]) / count
+        for group in groups:
+            dist.all_reduce(together, group=group)
+        *averages, present = together.split([*(p.numel() for p in members), len(members)])
+        for p, average, share in zip(members, averages, present, strict=True):
+            if p.grad is not None or share:  # only a process that lacks a gradient waits for the device
+                p.grad = average.view_as(p)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..torch_private import multiply_each_, norm_of_each
@@ -109,27 +108,6 @@ def settle(parameters: Iterable[Tensor]) -> None:
         grad = parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def average_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Average the gradients of unsharded parameters across a mesh, in one reduction per dtype and device.
-
-    Every process must call this with the same parameters. A missing gradient counts as zero, and stays missing if no
-    process has one.
-    """
-    kinds: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for members in kinds.values():
-        grads = [p.new_zeros(p.shape) if p.grad is None else p.grad.to_dense() for p in members]
-        present = members[0].new_tensor([p.grad is not None for p in members])
-        together = torch.cat([*(grad.reshape(-1) for grad in grads), present]) / mesh.size()
-        for axis in range(mesh.ndim):
-            dist.all_reduce(together, group=mesh.get_group(axis))
-        *averages, present = together.split([*(p.numel() for p in members), len(members)])
-        for p, average, share in zip(members, averages, present, strict=True):
-            if p.grad is not None or share:  # only a process that lacks a gradient waits for the device
-                p.grad = average.view_as(p)
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -35,7 +35,7 @@ from ...torch_private import (
     unscale_with,
 )
 from .. import sharded_tensors
-from ..distributed import DistributedStrategy, ProcessOptions, passes_on
+from ..distributed import DistributedStrategy, ProcessOptions, average_gradients, passes_on
 from ..precision.base import Precision, gradients
 from ..precision.base import parameters as parameters_of
 from ..precision.mixed import MixedPrecision
@@ -504,7 +504,8 @@ class FSDPStrategy(DistributedStrategy):
         """Average the gradients of ignored parameters, if FSDP has reduced the gradients of the other parameters."""
         if self._synced and self.world_size > 1:
             whole = dict.fromkeys(parameter for module in self._ignored for parameter in module.parameters())
-            sharded_tensors.average_gradients([p for p in whole if p.requires_grad], self.sharding_mesh())
+            groups = self.sharding_mesh().get_all_groups()
+            average_gradients([p for p in whole if p.requires_grad], groups)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
