@@ -33,6 +33,7 @@ from ...torch_private import (
     keep_requires_grad,
     unscale_each_,
     unscale_with,
+    waiting_gradient,
 )
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy, ProcessOptions, passes_on
@@ -495,6 +496,9 @@ class FSDPStrategy(DistributedStrategy):
                 "differ between processes. Add it in __init__ or configure_model (frozen, if it trains later), or use "
                 "strategy='ddp'."
             )
+
+    def left_gradients_by_hand(self) -> bool:
+        return self._synced and any(waiting_gradient(one) is not None for one in self._holder.gathered)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         self.sync_gradients(True)
