@@ -403,6 +403,23 @@ def keep_requires_grad(sharded: Iterable[Any]) -> None:
             shard.requires_grad_(gathered.requires_grad)
 
 
+def gathered_parameter(one: Any) -> tuple[Tensor | None, bool]:
+    """Return the parameter that an entry of :func:`fsdp_parameters` gathers, and whether it has its values now.
+
+    The parameter is None before it is first gathered, and always if torch removes the attribute.
+    """
+    return getattr(one, "_unsharded_param", None), one.sharded_state.name == "UNSHARDED"
+
+
+#: How an entry of :func:`fsdp_parameters` is sharded, a ``Shard``.
+placement_of: Callable[[Any], Any] = attrgetter("fsdp_placement")
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that changes when ``tensor.data`` is set, for DTensors too, which have no memory of their own."""
+    return tensor.untyped_storage()._cdata
+
+
 def waiting_gradient(one: Any) -> Tensor | None:
     """Return the unsharded gradient that waits to be reduced, for an entry of :func:`fsdp_parameters`.
 

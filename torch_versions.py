@@ -24,7 +24,7 @@ USED = {
     "nn.modules.batchnorm": "_BatchNorm _check_non_zero_input_channels",
     "nn.modules.conv": "_ConvNd",
     "nn.modules.dropout": "_DropoutNd",
-    "Tensor": "_backward_hooks _version grad_dtype",
+    "Tensor": "_backward_hooks _version grad_dtype untyped_storage",
     "autograd.variable": "_execution_engine",
     "UntypedStorage": "_cdata",
     "": "_foreach_mul_ _foreach_norm",
@@ -48,7 +48,7 @@ USED = {
     "distributed.fsdp._fully_shard._fsdp_state": "_state_ctx _root_post_backward_final_callback "
     "_register_pre_backward_hook _fsdp_param_groups|_fsdp_param_group",
     "distributed.fsdp._fully_shard._fsdp_param_group": "fsdp_params",
-    "distributed.fsdp._fully_shard._fsdp_param": "_unsharded_param sharded_param sharded_state",
+    "distributed.fsdp._fully_shard._fsdp_param": "_unsharded_param sharded_param sharded_state fsdp_placement",
     "distributed.fsdp.wrap": "_module_classes _lambda_fn",
     "_dynamo.eval_frame": "OptimizedModule dynamo_ctx _orig_mod _torchdynamo_orig_callable",
     "_dynamo.callback": "callback_handler start_callbacks register_start_callback register_end_callback "

@@ -143,6 +143,14 @@ class Strategy(Placement, Communication, State):
         """
         return False
 
+    def left_gradients_by_hand(self) -> bool:
+        """Return True if manual optimization has made gradients that no backward pass has communicated but should have.
+
+        Such gradients come from ``loss.backward()`` or ``torch.autograd.grad`` instead of ``manual_backward``. Called
+        before each optimizer step of manual optimization.
+        """
+        return False
+
     def find_latecomers(self, module: nn.Module) -> None:
         """Look for parameters that were added after wrapping. Called when a training epoch or pass begins."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
@@ -102,10 +103,13 @@ class DDPStrategy(DistributedStrategy):
         self.ddp_options = given
         self._wrapped: DistributedDataParallel | None = None
         self._reduced: list[nn.Parameter] = []
+        self._kinds: dict[str, tuple[torch.dtype, torch.device, torch.Size]] = {}
         self._late = LateParameters()
         self._has_late_gradients = False
         self._manual = False
         self._synchronizes, self._local = True, False
+        #: With manual optimization, whether a backward pass of this step has communicated.
+        self._announced = True
         #: Whether the next backward pass records the graph (static_graph): torch must reduce gradients in that pass.
         self._records = False
         self._averager: Any = None
@@ -133,7 +137,9 @@ class DDPStrategy(DistributedStrategy):
         """Wrap the module in DistributedDataParallel, which broadcasts rank 0's weights to all ranks."""
         self._manual = not getattr(module, "automatic_optimization", True)
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
-        self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._reduced = list(named.values())
+        self._kinds = {name: _kind(parameter) for name, parameter in named.items()}
         self._late.forget()
         self._late.watch((p for p in module.parameters() if not p.requires_grad), self._got_late_gradient)
         if not self._reduced:
@@ -156,8 +162,27 @@ class DDPStrategy(DistributedStrategy):
         step = super().bind_step(step, wrapped, training)
         if not training or self._wrapped is None:
             return step
+        if self._manual and not self.ddp_options.get("static_graph"):
+            self._wrapped.module.step = partial(self._by_hand, step)
+            return self._call_by_hand
         self._wrapped.module.step = step
         return self._wrapped
+
+    def _by_hand(self, step: Callable[..., T], *args: Any) -> T:
+        """Run a step of manual optimization, after which torch must not expect another backward pass."""
+        self._announced = False
+        try:
+            return step(*args)
+        finally:
+            self._wrapped.require_backward_grad_sync = False  # type: ignore[union-attr]
+
+    def _call_by_hand(self, *args: Any) -> Any:
+        wrapped: Any = self._wrapped
+        try:
+            return wrapped(*args)
+        finally:
+            self.sync_gradients(self._synchronizes)
+            wrapped.require_forward_param_sync = self._synchronizes
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         if self.model_averaging_period is not None:
@@ -174,7 +199,7 @@ class DDPStrategy(DistributedStrategy):
         if self._wrapped is not None:
             self._release(self._wrapped)
         self._wrapped = self._averager = None
-        self._reduced = []
+        self._reduced, self._kinds = [], {}
         self._late.forget()
 
     def _release(self, wrapped: Any) -> None:
@@ -197,8 +222,7 @@ class DDPStrategy(DistributedStrategy):
     def explain(self, error: BaseException) -> BaseException | None:
         text = str(error)
         if self._wrapped is not None and "Expected to have finished reduction in the prior iteration" in text:
-            reduced = set(map(id, self._reduced))  # including parameters that were frozen since then
-            names = [name for name, p in self._wrapped.module.module.named_parameters() if id(p) in reduced]
+            names = list(self._kinds)
             found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
             unused = [names[int(i)] for i in re.findall(r"\d+", found.group(1))] if found else []
             listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
@@ -207,7 +231,7 @@ class DDPStrategy(DistributedStrategy):
                 f"gradients{listed}. If this is intended, use strategy='ddp_find_unused_parameters_true' (in your own "
                 "loop, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])), "
                 "which searches the graph in each step. Otherwise, use these parameters in the loss, or freeze them "
-                "(requires_grad_(False))."
+                "(requires_grad_(False))." + self._tell_replaced(unused)
             )
         return super().explain(error)
 
@@ -244,7 +268,40 @@ class DDPStrategy(DistributedStrategy):
         announced, step.announced = step.announced, False
         return not announced
 
+    def _tell_replaced(self, names: list[str]) -> str:
+        """Return a sentence about those of the named parameters that are not in the module any more."""
+        wrapped: Any = self._wrapped
+        left = set(map(id, wrapped.module.module.parameters()))
+        of = dict(zip(self._kinds, self._reduced, strict=True))
+        gone = [name for name in names if id(of[name]) not in left]
+        if not gone:
+            return ""
+        were = "was" if len(gone) == 1 else "were"
+        return (
+            f" {messages.names(gone, 'and')} {were} replaced after training began; tie or replace parameters in "
+            "__init__ or configure_model instead, or copy values into them."
+        )
+
+    def left_gradients_by_hand(self) -> bool:
+        return self.talks and self._synchronizes and not self._local and not self._announced
+
     def find_latecomers(self, module: nn.Module) -> None:
+        """Watch parameters that were added after wrapping.
+
+        Raises:
+            RuntimeError: a parameter has another dtype, device or shape than when it was wrapped, so torch does not
+                notice its gradients any more.
+        """
+        if self.talks:
+            for (name, before), parameter in zip(self._kinds.items(), self._reduced, strict=True):
+                if (now := _kind(parameter)) != before:
+                    old, new = next((a, b) for a, b in zip(before, now, strict=True) if a != b)
+                    raise RuntimeError(
+                        f"{type(module).__name__}.{name} was converted from {old} to {new} after "
+                        "DistributedDataParallel had wrapped the model, which would no longer average its gradients. "
+                        "Convert it before training: in __init__ or configure_model (in your own loop, before "
+                        "prepare), or with precision='64-true' or 'bf16-true'."
+                    )
         known = set(map(id, self._reduced))
         added = [p for p in module.parameters() if id(p) not in known and p not in self._late]
         self._late.watch(added, self._got_late_gradient)
@@ -308,6 +365,7 @@ class DDPStrategy(DistributedStrategy):
         if self._manual and wrapped is not None and wrapped.require_backward_grad_sync:
             # Several backward passes may follow one forward pass: announce each one with its loss.
             wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
+            self._announced = True
         super().backward(loss, how)
         if self._records:
             self._records = False
@@ -345,6 +403,11 @@ class _Step(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["announced"] = self.communicates
         return self.step(*args, **kwargs)
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    """Return what may not change in a parameter whose gradients torch reduces."""
+    return parameter.dtype, parameter.device, parameter.shape
 
 
 def _state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:

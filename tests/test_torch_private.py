@@ -530,10 +530,22 @@ def test_fsdp_ends_a_backward_for_what_waits_and_knows_its_parameters(mesh: Any)
 
     net(torch.ones(1, 2))
     gathered = list(net.parameters())
+    found = [private.gathered_parameter(one) for one in kept]
+    lent = [id(parameter) for parameter, is_gathered in found if is_gathered]
+    assert lent
+    assert set(lent) <= set(map(id, gathered))
+    assert [private.change_count(parameter) for parameter in gathered] == [0] * len(gathered)
     gathered[0].requires_grad_(False)
     private.keep_requires_grad(kept)
     net.reshard()
     assert [parameter.requires_grad for parameter in net.parameters()] == [False, *[True] * (len(gathered) - 1)]
+    assert not any(private.gathered_parameter(one)[1] for one in kept)
+    assert private.placement_of(kept[0]).dim == 0
+    shard: Tensor = kept[0].sharded_param
+    before, local = private.storage_id(shard), private.local_part(shard)
+    shard.data = shard.data * 2
+    assert private.storage_id(shard) != before
+    assert private.local_part(shard) is local
 
 
 def test_a_function_is_called_once_a_backward_pass_has_all_gradients() -> None:

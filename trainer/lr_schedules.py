@@ -57,6 +57,8 @@ class Schedules:
                 if value is None:
                     self.missing_monitor(config)
                     continue
+                if run.strategy.world_size > 1:  # each process may have its own, but all must use the same rate
+                    value = run.strategy.reduce(value.to(run.strategy.device), "mean")
             self.step_one(config.scheduler, value)
         if self.own:
             metrics.enter(phases.ON_TRAIN_EPOCH_END if run.state.epoch_done else phases.TRAIN_BATCH)

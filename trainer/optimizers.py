@@ -97,8 +97,11 @@ class ManagedOptimizer:
         return stepped
 
     def _show_gradients(self) -> None:
-        """Unscale the gradients and call ``on_before_optimizer_step``."""
-        self._run.strategy.unscale_gradients(self.optimizer)
+        """Average what no backward pass has averaged, unscale it and call ``on_before_optimizer_step``."""
+        strategy = self._run.strategy
+        if strategy.left_gradients_by_hand():
+            strategy.complete_gradients(self.optimizer)
+        strategy.unscale_gradients(self.optimizer)
         for hook in self._run.hooks.on_before_optimizer_step:
             hook(self.optimizer)
 

@@ -33,6 +33,7 @@ from ...torch_private import (
     keep_requires_grad,
     unscale_each_,
     unscale_with,
+    waiting_gradient,
 )
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy, ProcessOptions, average_gradients, passes_on
@@ -41,6 +42,7 @@ from ..precision.base import parameters as parameters_of
 from ..precision.mixed import MixedPrecision
 from ..precision.transformer_engine import TransformerEnginePrecision
 from . import accumulated_gradients
+from .changed_parameters import ChangedParameters
 from .wrapping import (
     Policy,
     check_ignored,
@@ -262,7 +264,12 @@ class FSDPStrategy(DistributedStrategy):
             self._holder = _Holder(self.precision.convert_module(module), settings)
             self._shard(module)
             self._holder.sharded = _owned_parameters(module)
-            self._holder.gathered = fsdp_parameters(self._holder)
+            self._holder.gathered = gathered = fsdp_parameters(self._holder)
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            owner = type(module).__name__
+            self._holder.changes = ChangedParameters(
+                gathered, [f"{owner}.{names.get(id(one.sharded_param), 'parameter')}" for one in gathered]
+            )
             vars(module)[HOLDER] = self._holder
         elif self._holder.settings != settings:
             raise RuntimeError(
@@ -487,6 +494,7 @@ class FSDPStrategy(DistributedStrategy):
         Raises:
             RuntimeError: FSDP would neither shard such a parameter nor average its gradient.
         """
+        self._holder.changes.find_lost()
         known = self._holder.sharded
         late = [f"{type(owner).__name__}.{name}" for owner, name in _owned_parameters(module, True) - known]
         if late and self.world_size > 1:
@@ -495,6 +503,9 @@ class FSDPStrategy(DistributedStrategy):
                 "differ between processes. Add it in __init__ or configure_model (frozen, if it trains later), or use "
                 "strategy='ddp'."
             )
+
+    def left_gradients_by_hand(self) -> bool:
+        return self._synced and any(waiting_gradient(one) is not None for one in self._holder.gathered)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         self.sync_gradients(True)
@@ -512,6 +523,8 @@ class FSDPStrategy(DistributedStrategy):
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         if backward_hooks(loss) is None:  # torch did not find the loss in the step's output
             expect_backward(fsdp_state(self._holder))(loss)
+        if self._inside:
+            self._holder.changes.keep()  # the backward pass frees what is gathered
         super().backward(loss, how)
         if self._inside:
             self._holder.unshard()  # the step continues
@@ -531,6 +544,7 @@ class FSDPStrategy(DistributedStrategy):
     def requires_grad_changed(self) -> None:
         """Gather the root's changed parameters again if a step with manual optimization is still running."""
         if self._inside:
+            self._holder.changes.keep()
             self._holder.reshard()
             self._holder.unshard()
 
@@ -630,6 +644,7 @@ class _Holder(nn.Module):
         self.settings = settings
         self.sharded: set[tuple[nn.Module, str]] = set()
         self.gathered: Collection[Any] = ()
+        self.changes = ChangedParameters((), ())
 
     def set_requires_gradient_sync(self, enabled: bool) -> None: ...
 
@@ -638,8 +653,14 @@ class _Holder(nn.Module):
     def unshard(self) -> None: ...
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        watches = self.changes.steps_left > 0
+        if watches:
+            self.changes.find_lost()
         output = step(*args, **kwargs)
         keep_requires_grad(self.gathered)
+        self.changes.keep()
+        if watches:
+            self.changes.find_lost_in_step()
         return output
 
 

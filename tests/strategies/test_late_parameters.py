@@ -154,3 +154,38 @@ def test_deepspeed_refuses_a_layer_that_is_unfrozen(stage: int, deepspeed_import
     make = lambda: DeepSpeedStrategy(stage=stage)  # noqa: E731
     with pytest.raises(RanksError, match=r"backbone.(bias|weight) was unfrozen after training began, but DeepSpeed"):
         ranks(2, fit, make, 4, Net, "on_train_epoch_start", 1)
+
+
+class Converted(Net):
+    def on_fit_start(self) -> None:
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss((batch[0].double(), batch[1].double()))
+
+
+class Replaced(Net):
+    """Gets another last layer in its second epoch."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__(when)
+        self.backbone.requires_grad_(True)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layer = nn.Linear(4, 1)
+
+
+def test_ddp_refuses_parameters_that_were_converted_after_it_had_wrapped_them() -> None:
+    with pytest.raises(RanksError) as raised:
+        ranks(2, fit, DDPStrategy, 4, Converted, "", 1)
+    for error in raised.value.errors:
+        assert "Converted.layer.weight was converted from torch.float32 to torch.float64" in str(error)
+
+
+def test_ddp_names_the_parameters_that_were_replaced() -> None:
+    with pytest.raises(RanksError) as raised:
+        ranks(2, fit, DDPStrategy, 4, Replaced, "", 1)
+    for error in raised.value.errors:
+        assert "got no gradients: layer.weight, layer.bias" in str(error)
+        assert "'layer.weight' and 'layer.bias' were replaced after training began" in str(error)

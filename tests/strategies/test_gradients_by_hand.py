@@ -1,0 +1,100 @@
+"""Gradients of manual optimization that do not come from ``manual_backward``: still those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import ranks
+from tiny import TinyModule, tiny_loader
+from torch import Tensor
+
+from paceline import Trainer
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
+
+
+class ByHand(TinyModule):
+    """Steps after every second batch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(lr=0.05)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.differentiate(self.loss(batch), batch_idx)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def differentiate(self, loss: Tensor, batch_idx: int) -> None:
+        raise NotImplementedError
+
+
+class OwnGradients(ByHand):
+    def differentiate(self, loss: Tensor, batch_idx: int) -> None:
+        own = list(self.parameters())
+        for parameter, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+class PlainBackward(ByHand):
+    def differentiate(self, loss: Tensor, batch_idx: int) -> None:
+        loss.backward()
+
+
+class NotEveryPassCommunicates(ByHand):
+    def differentiate(self, loss: Tensor, batch_idx: int) -> None:
+        with self.optimizers().toggle_model(sync_grad=bool(batch_idx % 2)):
+            self.manual_backward(loss)
+
+
+class StepsLater(ByHand):
+    def differentiate(self, loss: Tensor, batch_idx: int) -> None:
+        with self.optimizers().toggle_model(sync_grad=False):
+            self.manual_backward(loss)
+
+
+class InAClosure(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+KINDS = [OwnGradients, PlainBackward, NotEveryPassCommunicates, StepsLater, InAClosure]
+
+
+def fit_all(strategy: str, batch_size: int) -> list[dict[str, Tensor]]:
+    weights = []
+    for kind in KINDS:
+        torch.manual_seed(5)
+        module = kind()
+        trainer = Trainer(**QUIET, strategy=strategy, max_epochs=2)
+        trainer.fit(module, tiny_loader(32 // batch_size, batch_size, shuffle=True))
+        state = trainer.strategy.model_state(module)
+        weights.append({name: value for name, value in state.items() if not value.is_meta})
+    return weights
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_that_do_not_come_from_manual_backward_are_averaged(strategy: str) -> None:
+    alone = fit_all("single_device", 8)
+    for together in ranks(2, fit_all, strategy, 4):
+        for kind, expected, got in zip(KINDS, alone, together, strict=True):
+            if got:  # under FSDP, only rank 0 gets the values
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=f"{kind.__name__} differs")
