@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...torch_private import change_count, gathered_parameter, local_part, placement_of, storage_id
@@ -41,7 +41,7 @@ class ChangedParameters:
             if full is None or (count := change_count(full)) == self._counts[index]:
                 continue
             self._counts[index] = count or 0
-            if not is_gathered or isinstance(full, DTensor) or full.dtype != one.sharded_param.dtype:
+            if not is_gathered or not _is_like_shard(full, one):
                 raise RuntimeError(
                     f"{self.names[index]} was changed in place during a step, but FSDP has only lent its values for "
                     "that long, so the change would be lost. Change it in a hook such as on_train_batch_end instead."
@@ -67,7 +67,7 @@ class ChangedParameters:
         self.steps_left -= 1
         for index, one in enumerate(self.sharded):
             full, is_gathered = gathered_parameter(one)
-            if full is None or not is_gathered or isinstance(full, DTensor) or full.dtype != one.sharded_param.dtype:
+            if full is None or not is_gathered or not _is_like_shard(full, one):
                 continue
             with torch.no_grad():
                 mine, own = self._mine(one, full)
@@ -88,6 +88,12 @@ class ChangedParameters:
         parts = full.detach().chunk(size, dim)
         own = parts[rank] if rank < len(parts) else full.detach().narrow(dim, 0, 0)
         return mine, own.to(mine.device)
+
+
+def _is_like_shard(full: Tensor, one: Any) -> bool:
+    """Return True if the gathered parameter is a plain tensor of the same dtype as its shards."""
+    plain = type(full) is nn.Parameter and type(local_part(one.sharded_param)) is Tensor
+    return plain and full.dtype == one.sharded_param.dtype
 
 
 def _lost(name: str) -> str:
