@@ -812,8 +812,9 @@ class Trainer:
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps in the fit, for schedules that need the total.
 
-        Reading this property creates the training loader. If the loader has no length or the epochs are not limited,
-        the value is ``max_steps``, or inf without ``max_steps``.
+        Reading this property creates the training loader. If the number of batches is unknown (the loader has no
+        length, and ``limit_train_batches`` is not given) or the epochs are not limited, the value is ``max_steps``, or
+        inf without ``max_steps``.
         """
         if self.max_epochs in (None, -1) or self.max_steps == 0:
             return math.inf if self.max_steps == -1 else self.max_steps
