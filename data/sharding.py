@@ -389,8 +389,8 @@ def _note_all_read(source: Any, world: int) -> None:
     messages.info_once(
         f"Each of the {world} processes reads everything that {type(source).__name__} yields and keeps its own part, "
         "because an iterable dataset cannot be read in parts. To read less, split the dataset by rank yourself and "
-        "set its attributes rank and world_size, or (with Accelerator) let one process read for all processes with "
-        "DataLoaderConfiguration(dispatch_batches=True).",
+        "pass Trainer(use_distributed_sampler=False) (with Accelerator, do not prepare its loader), or let one "
+        "process read for all processes with DataLoaderConfiguration(dispatch_batches=True).",
         key="each process reads everything",
     )
 
