@@ -220,8 +220,8 @@ class GradientState:
         why = "because the loop read several batches before their backward passes and then skipped one"
         if self.window.by_items:
             messages.info_anywhere(
-                f"Rank {messages.rank()} counted the items of its last batch, which only repeats a batch of another "
-                f"rank, {why}. To count each sample once, drop the incomplete batch (drop_last=True)."
+                f"Rank {messages.rank()}'s last batch only repeats samples of another rank, but its items were "
+                f"counted, {why}. To count each sample once, drop the incomplete batch (drop_last=True)."
             )
         else:
             messages.warn_once(

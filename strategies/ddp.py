@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from .. import messages
 from ..big_model.quantized_layers import statistics_of
@@ -133,6 +133,11 @@ class DDPStrategy(DistributedStrategy):
                 f"DDPStrategy({argument}='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16'."
             )
 
+    def for_another_module(self) -> Self:
+        other = super().for_another_module()
+        other._late = LateParameters()
+        return other
+
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Wrap the module in DistributedDataParallel, which broadcasts rank 0's weights to all ranks."""
         self._manual = not getattr(module, "automatic_optimization", True)
@@ -249,7 +254,7 @@ class DDPStrategy(DistributedStrategy):
         if wrapped is not None and not wrapped.module.announced:
             self._communicate(True)
             wrapped.reducer.prepare_for_backward([])
-            wrapped.module.announced = True
+            wrapped.module.announced = wrapped.module.armed = True
 
     def left_gradients(self) -> bool:
         """Return True after a backward pass on a loss that did not come from a new forward pass of the wrapper.
@@ -303,25 +308,40 @@ class DDPStrategy(DistributedStrategy):
                         "prepare), or with precision='64-true' or 'bf16-true'."
                     )
         known = set(map(id, self._reduced))
-        added = [p for p in module.parameters() if id(p) not in known and p not in self._late]
-        self._late.watch(added, self._got_late_gradient)
+        late = (p for p in module.parameters() if id(p) not in known and p not in self._late)
+        added = self._late.watch(late, self._got_late_gradient)
+        if self.talks:
+            same_tensors((one.data for one in added), self.data_group)
 
     def _got_late_gradient(self, parameter: nn.Parameter) -> None:
-        if self.world_size > 1 and self._synchronizes and not self._local:
-            self._has_late_gradients = True
-            at_end_of_backward(self._reduce_late_gradients)
+        if self.world_size == 1 or self._local or not (self._synchronizes if self._wrapped is None else self._armed):
+            return
+        self._has_late_gradients = True
+        at_end_of_backward(self._reduce_late_gradients)
+
+    @property
+    def _armed(self) -> bool:
+        """Whether the next backward pass averages gradients: as in torch, only the first one after a forward pass."""
+        wrapped: Any = self._wrapped
+        return wrapped.module.armed
 
     def _reduce_late_gradients(self) -> None:
         """Average the gradients that DistributedDataParallel does not know, after it has averaged the others."""
         if not self._has_late_gradients:
             return
         self._has_late_gradients = False
+        self._disarm()
         messages.info_once(
             "Some of the model's parameters were unfrozen or added after training began. DistributedDataParallel does "
             "not know them, so their gradients are averaged after each backward pass, which takes longer than during "
-            "the pass."
+            "the pass. To save that time, let them require gradients when training begins, and add them to the "
+            "optimizer later."
         )
         average_gradients(self._late.trainable(), [None])
+
+    def _disarm(self) -> None:
+        if self._wrapped is not None:
+            vars(self._wrapped.module)["armed"] = False
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if not self._local:
@@ -365,7 +385,7 @@ class DDPStrategy(DistributedStrategy):
         if self._manual and wrapped is not None and wrapped.require_backward_grad_sync:
             # Several backward passes may follow one forward pass: announce each one with its loss.
             wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
-            self._announced = True
+            self._announced = wrapped.module.armed = True
         super().backward(loss, how)
         if self._records:
             self._records = False
@@ -373,6 +393,7 @@ class DDPStrategy(DistributedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)
+        self._disarm()
         if self._averager is not None and stepped:
             self._averager.average_parameters(optimizer.param_groups)
         return stepped
@@ -392,16 +413,17 @@ class _Step(nn.Module):
     Attributes:
         communicates: whether the backward pass of the next forward pass communicates gradients.
         announced: whether torch expects a backward pass and will reduce its gradients.
+        armed: the same, until the gradients of late parameters were averaged or the optimizer has stepped.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.step: Callable[..., Any] = module.forward
-        self.communicates, self.announced = True, False
+        self.communicates, self.announced, self.armed = True, False, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["announced"] = self.communicates
+        self.__dict__["announced"] = self.__dict__["armed"] = self.communicates
         return self.step(*args, **kwargs)
 
 

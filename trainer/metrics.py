@@ -167,7 +167,7 @@ class MetricStore:
             other = next((one for one in metrics if one.metric is record.metric), None)
             if other is None or not (record.on_epoch or other.on_epoch):
                 continue
-            if stage == other_stage and idx != other_idx:
+            if stage == other_stage and idx != other_idx and None not in (idx, other_idx):
                 places, instead = f"loaders {other_idx} and {idx}", "nn.ModuleList([...])[dataloader_idx]"
             elif {stage, other_stage} == {"train", "validate"}:
                 places, instead = "training and validation", "self.val_metric = self.train_metric.clone()"

@@ -23,7 +23,7 @@ def record_losses(
     record_property: Callable[[str, object], None], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Callable[..., None]:
     """Return a function that runs a scenario in one or more processes and records the losses of rank 0."""
-    limit = 0.9 * request.config.getoption("timeout")
+    limit = 0.9 * (request.config.getoption("timeout") or 180)
 
     def run(scenario: Scenario, processes: int = 1) -> None:
         record_property("losses", json.dumps(_in_processes(scenario, processes, tmp_path, limit)))
@@ -47,8 +47,8 @@ def _in_processes(scenario: Scenario, count: int, folder: Path, limit: float) ->
     try:
         while ranks and not failed:
             pid, status = os.wait()
+            failed = pid in ranks and status != 0
             ranks.discard(pid)
-            failed = status != 0
     finally:
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)

@@ -258,6 +258,11 @@ class EvaluationLoop(View):
         trainer = vars(self)["trainer"]
         if name != "_print_results":
             super().__setattr__(name, value)
+        elif trainer.state.fn is None or trainer.state.status != "running":
+            raise AttributeError(
+                f"{self.place}._print_results can be set only while validate or test is running, for example in "
+                "on_validation_start. To print nothing, pass verbose=False."
+            )
         elif _prints_results(trainer):
             trainer.current_run.request.show_results = value
 

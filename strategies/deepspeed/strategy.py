@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from ... import messages
 from ...torch_private import HAS_STEPPED
@@ -135,6 +135,11 @@ class DeepSpeedStrategy(DistributedStrategy):
             return module  # already in place
         return super().setup_module(module)
 
+    def for_another_module(self) -> Self:
+        other = super().for_another_module()
+        other._late = LateParameters()
+        return other
+
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Return the module itself, because the engine, which needs the optimizer, is created later."""
         if not getattr(module, "automatic_optimization", True):
@@ -209,6 +214,10 @@ class DeepSpeedStrategy(DistributedStrategy):
             "has only the parameters that were trainable then. Unfreeze it before training, or use strategy='fsdp' or "
             "'ddp'."
         )
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._late.forget()
 
     def _drop_engine(self) -> None:
         """Remove the previous run's hooks from the module."""

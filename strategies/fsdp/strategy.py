@@ -494,18 +494,24 @@ class FSDPStrategy(DistributedStrategy):
         Raises:
             RuntimeError: FSDP would neither shard such a parameter nor average its gradient.
         """
+        if self._holder is None:  # nothing is sharded
+            return
         self._holder.changes.find_lost()
         known = self._holder.sharded
-        late = [f"{type(owner).__name__}.{name}" for owner, name in _owned_parameters(module, True) - known]
-        if late and self.world_size > 1:
+        whole = self._ignored_parameters()
+        names = {parameter: name for name, parameter in module.named_parameters() if parameter not in whole}
+        late = (getattr(owner, name) for owner, name in _owned_parameters(module, True) - known)
+        added = [names[parameter] for parameter in late if parameter in names]
+        if added and self.world_size > 1:
             raise RuntimeError(
-                f"{min(late)} was added to {type(module).__name__} after FSDP had sharded it, so its gradients would "
-                "differ between processes. Add it in __init__ or configure_model (frozen, if it trains later), or use "
-                "strategy='ddp'."
+                f"{min(added)} was added to {type(module).__name__} after FSDP had sharded it, so its gradients would "
+                "differ between processes. Add it in __init__ or configure_model, frozen if it is to train only later, "
+                "or use strategy='ddp'."
             )
 
     def left_gradients_by_hand(self) -> bool:
-        return self._synced and any(waiting_gradient(one) is not None for one in self._holder.gathered)
+        sharded = () if self._holder is None else self._holder.gathered
+        return self._synced and any(waiting_gradient(one) is not None for one in sharded)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         self.sync_gradients(True)
@@ -524,7 +530,7 @@ class FSDPStrategy(DistributedStrategy):
         if backward_hooks(loss) is None:  # torch did not find the loss in the step's output
             expect_backward(fsdp_state(self._holder))(loss)
         if self._inside:
-            self._holder.changes.keep()  # the backward pass frees what is gathered
+            self._holder.keep_changes()  # the backward pass frees what is gathered
         super().backward(loss, how)
         if self._inside:
             self._holder.unshard()  # the step continues
@@ -544,7 +550,7 @@ class FSDPStrategy(DistributedStrategy):
     def requires_grad_changed(self) -> None:
         """Gather the root's changed parameters again if a step with manual optimization is still running."""
         if self._inside:
-            self._holder.changes.keep()
+            self._holder.keep_changes()
             self._holder.reshard()
             self._holder.unshard()
 
@@ -652,13 +658,17 @@ class _Holder(nn.Module):
 
     def unshard(self) -> None: ...
 
+    def keep_changes(self) -> None:
+        """Keep what a step has changed in gathered parameters: their values, and whether they are frozen."""
+        keep_requires_grad(self.gathered)
+        self.changes.keep()
+
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         watches = self.changes.steps_left > 0
         if watches:
             self.changes.find_lost()
         output = step(*args, **kwargs)
-        keep_requires_grad(self.gathered)
-        self.changes.keep()
+        self.keep_changes()
         if watches:
             self.changes.find_lost_in_step()
         return output

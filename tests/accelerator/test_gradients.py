@@ -305,7 +305,7 @@ def test_a_loop_that_counts_reads_ahead_and_skips_is_told_only_of_a_batch_that_r
     assert ranks(2, _said_of_counted_batches, 15) == [[], []]
     own, other = ranks(2, _said_of_counted_batches, 13)
     assert own == []
-    assert ["Rank 1 counted the items of its last batch, which only repeats" in line for line in other] == [True]
+    assert ["Rank 1's last batch only repeats samples of another rank" in line for line in other] == [True]
 
 
 def test_a_plain_loop_after_a_window_that_was_left_is_told_that_nothing_steps() -> None:
