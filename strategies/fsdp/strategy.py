@@ -550,7 +550,7 @@ class FSDPStrategy(DistributedStrategy):
     def requires_grad_changed(self) -> None:
         """Gather the root's changed parameters again if a step with manual optimization is still running."""
         if self._inside:
-            self._holder.keep_changes()
+            self._holder.changes.keep()  # of values only: here, the shards say what is frozen
             self._holder.reshard()
             self._holder.unshard()
 
