@@ -266,6 +266,15 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def ignore_as_in(module: nn.Module, wrapper: nn.Module, prefix: str) -> None:
+    """Make ``DistributedDataParallel`` ignore the parameters and buffers in ``wrapper`` that it would in ``module``.
+
+    If torch renames the attribute, it averages the gradients of these parameters too.
+    """
+    if names := getattr(module, "_ddp_params_and_buffers_to_ignore", ()):
+        vars(wrapper)["_ddp_params_and_buffers_to_ignore"] = [f"{prefix}.{name}" for name in names]
+
+
 def time_every_step(wrapped: Any) -> None:
     """Make ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
     wrapped._set_ddp_runtime_logging_sample_rate(1)

@@ -37,7 +37,9 @@ USED = {
     "testing._internal.distributed.fake_pg": "FakeStore",
     "distributed.distributed_c10d": "_get_default_store _get_backend _timeout",
     "distributed.device_mesh": "_flatten",
-    "nn.parallel.distributed": "_set_ddp_runtime_logging_sample_rate _get_ddp_logging_data",
+    "nn.parallel.distributed": (
+        "_ddp_params_and_buffers_to_ignore _get_ddp_logging_data _set_ddp_runtime_logging_sample_rate"
+    ),
     "distributed.tensor._api": "_local_tensor _spec _op_dispatcher",
     "distributed.tensor._dispatch": "sharding_propagator",
     "distributed.tensor._collective_utils": "MeshTopoInfo",

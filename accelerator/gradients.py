@@ -54,7 +54,7 @@ class Gradients:
         trained = [one.strategy for one in self.prepared.trained]
         self.replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]
         for model in self.prepared.trained:
-            model.strategy.find_latecomers(model.module)
+            model.strategy.check_parameters(model.module)
         strategy = trained[0] if len(trained) == 1 else self.strategy
         method = type(strategy).backward if len(trained) < 2 else Strategy.backward
         plain = method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss

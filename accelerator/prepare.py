@@ -160,7 +160,7 @@ class Prepared:
     def _settle_buffers(self, loader: PreparedLoader) -> None:
         """When a pass begins, broadcast rank 0's buffers (those that checkpoints contain) for models in eval mode."""
         for model in self.trained:
-            model.strategy.find_latecomers(model.module)
+            model.strategy.check_parameters(model.module)
             if not model.module.training:
                 model.strategy.before_evaluation(model.module)
 

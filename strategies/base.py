@@ -151,8 +151,8 @@ class Strategy(Placement, Communication, State):
         """
         return False
 
-    def find_latecomers(self, module: nn.Module) -> None:
-        """Look for parameters that were added after wrapping. Called when a training epoch or pass begins."""
+    def check_parameters(self, module: nn.Module) -> None:
+        """Check that training still reaches every parameter. Called when a training epoch or pass begins."""
 
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
         """Context manager that keeps gradients local to each process, regardless of :meth:`sync_gradients`."""

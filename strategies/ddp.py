@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, Unpack
@@ -16,7 +17,7 @@ from typing_extensions import Self, Unpack
 from .. import messages
 from ..big_model.quantized_layers import statistics_of
 from ..devices.kinds import kind_of
-from ..torch_private import at_end_of_backward, communication_times, time_every_step
+from ..torch_private import at_end_of_backward, communication_times, ignore_as_in, local_part, time_every_step
 from .distributed import DistributedStrategy, ProcessOptions, average_gradients, passes_on, same_tensors
 from .late_parameters import LateParameters
 from .precision.base import Precision
@@ -108,8 +109,6 @@ class DDPStrategy(DistributedStrategy):
         self._has_late_gradients = False
         self._manual = False
         self._synchronizes, self._local = True, False
-        #: With manual optimization, whether a backward pass of this step has communicated.
-        self._announced = True
         #: Whether the next backward pass records the graph (static_graph): torch must reduce gradients in that pass.
         self._records = False
         self._averager: Any = None
@@ -175,11 +174,12 @@ class DDPStrategy(DistributedStrategy):
 
     def _by_hand(self, step: Callable[..., T], *args: Any) -> T:
         """Run a step of manual optimization, after which torch must not expect another backward pass."""
-        self._announced = False
+        wrapped: Any = self._wrapped
+        wrapped.module.announced = False
         try:
             return step(*args)
         finally:
-            self._wrapped.require_backward_grad_sync = False  # type: ignore[union-attr]
+            wrapped.require_backward_grad_sync = False
 
     def _call_by_hand(self, *args: Any) -> Any:
         wrapped: Any = self._wrapped
@@ -223,6 +223,7 @@ class DDPStrategy(DistributedStrategy):
     def before_evaluation(self, module: nn.Module) -> None:
         if self.ddp_options.get("broadcast_buffers", True):
             super().before_evaluation(module)
+        self._warn_of_differing_replicas(module)
 
     def explain(self, error: BaseException) -> BaseException | None:
         text = str(error)
@@ -288,10 +289,17 @@ class DDPStrategy(DistributedStrategy):
         )
 
     def left_gradients_by_hand(self) -> bool:
-        return self.talks and self._synchronizes and not self._local and not self._announced
+        wrapped = self._wrapped
+        return (
+            wrapped is not None
+            and self.talks
+            and self._synchronizes
+            and not self._local
+            and not wrapped.module.announced
+        )
 
-    def find_latecomers(self, module: nn.Module) -> None:
-        """Watch parameters that were added after wrapping.
+    def check_parameters(self, module: nn.Module) -> None:
+        """Watch parameters that were added after wrapping, and warn of those whose values differ between the ranks.
 
         Raises:
             RuntimeError: a parameter has another dtype, device or shape than when it was wrapped, so torch does not
@@ -312,6 +320,36 @@ class DDPStrategy(DistributedStrategy):
         added = self._late.watch(late, self._got_late_gradient)
         if self.talks:
             same_tensors((one.data for one in added), self.data_group)
+        self._warn_of_differing_replicas(module)
+
+    @torch.no_grad()
+    def _warn_of_differing_replicas(self, module: nn.Module) -> None:
+        """Warn of weights that a rank has changed by itself, because averaged gradients never make them equal again.
+
+        Waits for the device. Sums are compared with a tolerance, because devices of different models round differently.
+        """
+        wrapped, hook = self._wrapped, self.hook[0]
+        if wrapped is None or not self.talks or self._local or callable(hook):  # the last two may keep replicas apart
+            return
+        named = zip(self._kinds, self._reduced, strict=True)
+        kept = {name: p for name, p in named if f"module.{name}" not in wrapped.parameters_to_ignore}
+        values = [torch.view_as_real(p) if p.is_complex() else p for p in map(local_part, kept.values())]
+        if not values:
+            return
+        sums = torch.stack([value.sum(dtype=torch.float64) for value in values])
+        norms = torch.stack([torch.linalg.vector_norm(value, dtype=torch.float64) for value in values])
+        extremes = torch.stack([sums, -sums, norms])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.data_group)
+        highest, lowest, norms = extremes[0], -extremes[1], extremes[2]
+        odd = [name for name, differs in zip(kept, (highest - lowest > 1e-4 * norms).tolist(), strict=True) if differs]
+        if odd:
+            messages.warn_once(
+                f"{type(module).__name__}: {', '.join(odd[:5])}{' ...' if odd[5:] else ''} "
+                f"{'differ' if odd[1:] else 'differs'} between the ranks, although ddp averages the gradients, so "
+                "the ranks train different models. Most often, a hook has set random weights: seed it alike on every "
+                "rank, or copy rank 0's values (torch.distributed.broadcast).",
+                key="differing replicas",
+            )
 
     def _got_late_gradient(self, parameter: nn.Parameter) -> None:
         if self.world_size == 1 or self._local or not (self._synchronizes if self._wrapped is None else self._armed):
@@ -385,7 +423,7 @@ class DDPStrategy(DistributedStrategy):
         if self._manual and wrapped is not None and wrapped.require_backward_grad_sync:
             # Several backward passes may follow one forward pass: announce each one with its loss.
             wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
-            self._announced = wrapped.module.armed = True
+            wrapped.module.announced = wrapped.module.armed = True
         super().backward(loss, how)
         if self._records:
             self._records = False
@@ -419,6 +457,7 @@ class _Step(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        ignore_as_in(module, self, "module")
         self.step: Callable[..., Any] = module.forward
         self.communicates, self.announced, self.armed = True, False, False
 

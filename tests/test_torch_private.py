@@ -437,6 +437,13 @@ def test_data_parallel_times_its_communication(group: Any) -> None:
     assert "avg_backward_compute_comm_overlap_time" in told
 
 
+def test_data_parallel_ignores_what_an_inner_module_says(group: Any) -> None:
+    wrapper = nn.Sequential(nn.Linear(2, 1))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapper[0], ["bias"])
+    private.ignore_as_in(wrapper[0], wrapper, "0")
+    assert DistributedDataParallel(wrapper).parameters_to_ignore == {"0.bias"}
+
+
 def test_a_mesh_is_flattened(mesh: Any) -> None:
     flat = private.flatten_mesh(mesh["a", "b"], "both")
     assert (flat.mesh_dim_names, flat.size()) == (("both",), 1)

@@ -229,7 +229,7 @@ class FitLoop:
         self.metrics.enter(phases.ON_TRAIN_EPOCH_START)  # tells self.log where it is called from
         for hook in self.hooks.on_train_epoch_start:
             hook()
-        self.run.strategy.find_latecomers(self.run.module)
+        self.run.strategy.check_parameters(self.run.module)
         self.metrics.enter(phases.TRAIN_BATCH)
 
     def plan_epoch(self) -> None:

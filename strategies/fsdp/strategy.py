@@ -488,7 +488,7 @@ class FSDPStrategy(DistributedStrategy):
             self._holder.set_requires_gradient_sync(enabled)
             self._synced = enabled
 
-    def find_latecomers(self, module: nn.Module) -> None:
+    def check_parameters(self, module: nn.Module) -> None:
         """Raise if trainable parameters were added after the module was sharded.
 
         Raises:

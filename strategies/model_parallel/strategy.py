@@ -339,9 +339,9 @@ class ModelParallelStrategy(FSDPStrategy):
         finally:
             metric.process_group = before
 
-    def find_latecomers(self, module: nn.Module) -> None:
+    def check_parameters(self, module: nn.Module) -> None:
         if self.spreads_data:
-            super().find_latecomers(module)
+            super().check_parameters(module)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if self.spreads_data:

@@ -1,0 +1,127 @@
+"""Ranks whose copies of the model no longer have the same weights: a warning that names them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import ranks
+from tiny import TinyModule, tiny_loader
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline import Accelerator, Trainer
+from paceline.accelerator.local_sgd import LocalSGD
+from paceline.strategies import DDPStrategy
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
+
+
+def reset(layer: nn.Linear) -> None:
+    """Set new random weights, which are different on each rank."""
+    torch.manual_seed(dist.get_rank())
+    layer.reset_parameters()
+
+
+class BetweenEpochs(TinyModule):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            reset(self.layer)
+
+
+class BetweenBatches(TinyModule):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            reset(self.layer)
+
+
+def fit(module: type[TinyModule], epochs: int, **strategy: Any) -> None:
+    trainer = Trainer(**QUIET, strategy=DDPStrategy(**strategy), max_epochs=epochs)
+    trainer.fit(module(), tiny_loader(), tiny_loader())
+
+
+def own_loop(between: Callable[[Accelerator, nn.Module, Any], Any]) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential()
+    model.layer = nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), tiny_loader())
+    for epoch in range(3):
+        for x, y in loader:
+            accelerator.backward((model(x) - y).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if epoch == 0:
+            between(accelerator, model, loader)
+
+
+def train_apart(accelerator: Accelerator, model: nn.Module, loader: Any) -> None:
+    with LocalSGD(accelerator, model, 2) as local, torch.no_grad():
+        reset(model.layer)
+        list(loader)
+        local.step()
+        local.step()
+
+
+class OnePerRank(TinyModule):
+    """Has a layer that each rank trains for itself, which torch's own method for this excludes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(1, 1, bias=False)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["own.weight"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(super().forward(x)) * (1 + self.global_rank)
+
+
+def warnings_on_ranks(function: Callable[..., Any], *args: Any) -> list[str]:
+    """Run a function on two ranks, and return the warnings of both about weights that differ."""
+
+    def recorded() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            function(*args)
+        return [str(one.message) for one in caught if "between the ranks" in str(one.message)]
+
+    return [warning for warned in ranks(2, recorded) for warning in warned]
+
+
+@pytest.mark.parametrize(("module", "epochs"), [(BetweenEpochs, 2), (BetweenBatches, 1)])
+def test_layers_whose_weights_differ_are_named_once(module: type[TinyModule], epochs: int) -> None:
+    (warning,) = warnings_on_ranks(fit, module, epochs)
+    assert f"{module.__name__}: layer.weight, layer.bias differ between the ranks" in warning
+
+
+def test_layers_whose_weights_differ_in_an_own_loop_are_named() -> None:
+    (warning,) = warnings_on_ranks(own_loop, lambda accelerator, model, loader: reset(model.layer))
+    assert "Sequential: layer.weight, layer.bias differ between the ranks" in warning
+
+
+def test_weights_that_averaged_gradients_change_cause_no_warning() -> None:
+    assert not warnings_on_ranks(fit, TinyModule, 3)
+
+
+def test_local_sgd_causes_no_warning() -> None:
+    assert not warnings_on_ranks(own_loop, train_apart)
+
+
+def test_parameters_that_torch_was_told_to_ignore_stay_apart() -> None:
+    def fit_own() -> None:
+        module = OnePerRank()
+        Trainer(**QUIET, strategy="ddp", max_epochs=2).fit(module, tiny_loader())
+        apart.append(module.own.weight.item())
+
+    apart: list[float] = []
+    assert not warnings_on_ranks(fit_own)
+    first, second = ranks(2, lambda: (fit_own(), apart)[1])
+    assert first != second
