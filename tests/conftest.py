@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import warm
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -143,7 +144,7 @@ def fresh_wandb() -> None:
 
 @pytest.fixture(autouse=True)
 def no_leftovers(fresh_start: None) -> Iterator[None]:
-    """Fail a test that leaves a thread running or a mode of torch switched."""
+    """Fail a test that leaves a thread running, a process group open or a mode of torch switched."""
     threads = set(threading.enumerate())
     yield
     started = [t for t in threading.enumerate() if t not in threads and not t.daemon]
@@ -157,7 +158,10 @@ def no_leftovers(fresh_start: None) -> Iterator[None]:
         assert not torch.is_inference_mode_enabled(), "inference mode was left on"
         assert not torch.is_anomaly_enabled(), "anomaly detection was left on"
         assert not torch.is_autocast_enabled("cpu"), "autocast was left on"
+        assert not dist.is_initialized(), "a process group was left open"
     finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.autograd.set_detect_anomaly(False)

@@ -94,6 +94,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._num_groups = 0
         self._late = LateParameters()
         self._pieces: dict[int, zero_partitions.Piece] = {}
+        self._counts: dict[nn.Parameter, tuple[int | None, int | None]] = {}
         self._overflow: Tensor | None = None
 
     # ---- placement ---------------------------------------------------------------------------------------------------
@@ -194,6 +195,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         frozen = [p for p in self._root.inner.parameters() if not p.requires_grad]
         self._late.watch(frozen, self._refuse_late_gradient)
         self._pieces = zero_partitions.pieces(self._engine.optimizer)
+        self._counts = zero_partitions.change_counts(self._engine.optimizer)
         return optimizers
 
     def _start_engine(self, optimizer: Optimizer | None) -> None:
@@ -208,9 +210,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._engine = made[0]
 
     def _refuse_late_gradient(self, parameter: nn.Parameter) -> None:
-        names = {id(one): name for name, one in self._root.inner.named_parameters()} if self._root else {}
         raise RuntimeError(
-            f"{names.get(id(parameter), 'A parameter')} was unfrozen after training began, but DeepSpeed's optimizer "
+            f"{self._name_of(parameter)} was unfrozen after training began, but DeepSpeed's optimizer "
             "has only the parameters that were trainable then. Unfreeze it before training, or use strategy='fsdp' or "
             "'ddp'."
         )
@@ -224,7 +225,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._engine is not None:
             self._engine.destroy()
         self._late.forget()
-        self._engine, self._pieces, self._groups, self._overflow = None, {}, [], None
+        self._engine, self._pieces, self._counts, self._groups, self._overflow = None, {}, {}, [], None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         step = super().bind_step(step, wrapped, training)
@@ -251,7 +252,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         configuration.refuse_other_batch_size(self.config, micro, self.num_data_ranks, accumulate)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_engine": None, "_root": None, "_pieces": {}, "_overflow": None}
+        return super().__getstate__() | {
+            "_engine": None,
+            "_root": None,
+            "_pieces": {},
+            "_counts": {},
+            "_overflow": None,
+        }
 
     # ---- communication -----------------------------------------------------------------------------------------------
 
@@ -320,6 +327,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine = self._engine
         self._pass_settings(optimizer)
         self.unscale_gradients(optimizer)
+        self._keep_changes()
         lasting = zero_partitions.lasting_gradients(engine.optimizer)
         engine.step()
         setattr(optimizer, HAS_STEPPED, True)  # schedulers check this
@@ -337,6 +345,32 @@ class DeepSpeedStrategy(DistributedStrategy):
                 "step. Find the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
             )
         return stepped
+
+    def _keep_changes(self) -> None:
+        """Keep what the user's code has changed in the weights since the last step.
+
+        With offload, which would have to copy all weights to the host, changes through ``.data`` are not noticed.
+
+        Raises:
+            RuntimeError: a weight of stage 3 was changed while DeepSpeed held it elsewhere.
+        """
+        zero = self._engine.optimizer
+        counts = zero_partitions.change_counts(zero)
+        changed = [one for one, count in counts.items() if count != self._counts[one]]
+        for one in changed if zero_partitions.splits(zero) else ():
+            if counts[one][1] == self._counts[one][1] and self._pieces[id(one)].numel:
+                raise RuntimeError(
+                    f"{self._name_of(one)} was changed in place, but DeepSpeed's stage 3 keeps its values elsewhere, "
+                    "so the change would be lost. Change it outside training_step within `with "
+                    "deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, or use stage=2."
+                )
+        self._counts = counts
+        if changed or not zero_partitions.offloads(zero):
+            zero_partitions.keep_changes(zero)
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        names = {id(one): name for name, one in self._root.inner.named_parameters()} if self._root else {}
+        return names.get(id(parameter), "A parameter")
 
     @property
     def num_updates(self) -> int:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...torch_private import IncompatibleKeys, load_own_tensors, saved_versions
+from ...torch_private import IncompatibleKeys, change_count, load_own_tensors, saved_versions
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,39 @@ def splits(zero: Any) -> bool:
 def offloads(zero: Any) -> bool:
     """Return True if this optimizer keeps its state and gradients on the host."""
     return zero.offload_optimizer if splits(zero) else zero.cpu_offload
+
+
+# ---- weights that the user's code changes ----------------------------------------------------------------------------
+
+
+def change_counts(zero: Any) -> dict[nn.Parameter, tuple[int | None, int | None]]:
+    """Return, for each trained parameter, how often its values were changed, and how often this rank's shard was.
+
+    The second number is the first one where each rank holds the whole parameter. DeepSpeed's own steps do not count.
+    """
+    groups = zero.fp16_groups if splits(zero) else zero.bit16_groups
+    trained = [parameter for group in groups for parameter in group]
+    return {one: (change_count(one), change_count(getattr(one, "ds_tensor", one))) for one in trained}
+
+
+@torch.no_grad()
+def keep_changes(zero: Any) -> None:
+    """Copy changed weights to the separate float32 weights that DeepSpeed trains, so that the next step starts there.
+
+    A float32 weight whose rounded value is still the 16-bit weight keeps all its digits.
+    """
+    if splits(zero):
+        weights = zero.fp16_partitioned_groups_flat
+        trained = zero.fp32_partitioned_groups_flat
+    else:
+        ranks = map(dist.get_rank, zero.real_dp_process_group)
+        weights = [parts[rank] for parts, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
+        trained = zero.single_partition_of_fp32_groups
+    for now, kept in zip(weights, trained, strict=True):
+        if now is None or now is kept:  # on disk, or not separate
+            continue
+        now = now.to(kept.device)
+        kept.copy_(now if now.dtype == kept.dtype else torch.where(now == kept.to(now.dtype), kept, now.to(kept.dtype)))
 
 
 # ---- full tensors ----------------------------------------------------------------------------------------------------
