@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 from .. import messages
 from ..checkpoint.logger_positions import named, say_where
 from ..loggers.base import Logger, Nothing
+from ..processes.device_transfer import full_value
 from .general_tracker import GeneralTracker, LoggerTracker
 from .general_tracker import on_main_process as on_main_process
 from .logger_trackers import (
@@ -221,6 +224,7 @@ class Trackers(list[GeneralTracker]):
             raise RuntimeError(self._why_not(f"accelerator.log({list(values)})"))
         if log_kwargs:
             self._check_names("log_kwargs", log_kwargs)
+        values = {name: full_value(value) if isinstance(value, Tensor) else value for name, value in values.items()}
         for tracker in self:
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 

@@ -269,17 +269,19 @@ class Callback:
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the backward pass of each micro-batch.
 
-        Gradients can be scaled (fp16), sharded and not yet averaged. The hook may read them and log. It must not clear
-        them or step an optimizer.
+        Gradients can be scaled (fp16), sharded and not yet averaged. Before the last micro-batch of a window, FSDP
+        keeps them elsewhere (``parameter.grad`` is None), and DeepSpeed always does. The hook may read them and log. It
+        must not clear them or step an optimizer.
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called before each optimizer step and before clipping.
 
         Gradients are fully accumulated, unscaled and averaged across ranks. With a sharded model, each rank sees its
-        own shard. If automatic optimization steps several optimizers, ``optimizer`` represents all of them and lists
-        them in ``optimizer.optimizers``. The same applies to :meth:`on_before_zero_grad`. The hook may read and change
-        gradients, for example to log norms or add noise. It must not step an optimizer.
+        own shard; DeepSpeed keeps gradients elsewhere (``parameter.grad`` is None). If automatic optimization steps
+        several optimizers, ``optimizer`` represents all of them and lists them in ``optimizer.optimizers``. The same
+        applies to :meth:`on_before_zero_grad`. The hook may read and change gradients, for example to log norms or add
+        noise. It must not step an optimizer.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import swap_tensors
 
 from ..devices.kinds import kind_of
-from ..torch_private import APPLY
+from ..torch_private import APPLY, is_in_parts
 
 M = TypeVar("M", bound=nn.Module)
 TensorFunction = Callable[[Tensor], Tensor]
@@ -256,6 +256,14 @@ def _unchanged(value: Any) -> Any:
 
 
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """Return a DTensor's full value, for which all its processes must call this, or any other tensor unchanged.
+
+    A norm of a sharded parameter is a DTensor of which each process has its part, which ``item()`` returns.
+    """
+    return tensor.full_tensor() if is_in_parts(tensor) else tensor  # type: ignore[operator]
 
 
 def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:

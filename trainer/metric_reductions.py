@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import messages
 from ..devices.kinds import kind_of
+from ..processes.device_transfer import full_value
 from .phases import Moment
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class Group:
         """Update all records; metrics store their own values."""
         if self.collection is None:
             for record, value in zip(self.records, values.values(), strict=True):
+                if isinstance(value, Tensor) and type(value) is not Tensor:
+                    value = full_value(value)
                 record.update(value, batch_size)
             return
         for record in self.records:

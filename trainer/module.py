@@ -17,7 +17,7 @@ from .. import messages
 from ..callbacks.base import overridden
 from ..checkpoint.class_methods import making
 from ..checkpoint.hyperparameters import HyperparametersMixin
-from ..processes.device_transfer import move
+from ..processes.device_transfer import full_value, move
 from ..strategies.one_cycle_schedules import MAY_END, advance
 from ..strategies.precision.base import BACKWARD, CLIPPING
 from ..strategies.precision.base import parameters as parameters_of
@@ -201,6 +201,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         record = store.records.get(name)
         if record is None or record.options != options:
             record = store.define(name, value, RecordOptions(*options))
+        if isinstance(value, Tensor) and type(value) is not Tensor:
+            value = full_value(value)
         record.update(value, batch_size)
 
     def log_dict(
