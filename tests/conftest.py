@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
+from tiny import QUIET
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline import messages
@@ -184,10 +185,4 @@ def deepspeed_imported() -> None:
 @pytest.fixture
 def quiet() -> dict[str, Any]:
     """Trainer arguments that switch off everything optional."""
-    return {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-    }
+    return dict(QUIET)

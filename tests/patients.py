@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from clocks import Clock
+from tiny import QUIET
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -15,15 +16,7 @@ from paceline.doctor import doctor, step_clock
 from paceline.doctor.doctor import Doctor
 from paceline.doctor.report import Report
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "num_sanity_val_steps": 0,
-}
+SETTINGS: dict[str, Any] = QUIET | {"max_epochs": 1, "num_sanity_val_steps": 0}
 
 
 #: What the doctor's tests let the doctor read: it goes on by what a test says, however busy the machine is.
@@ -95,7 +88,7 @@ def batches(count: int = 20, rows: int = 4, width: int = 4) -> list[torch.Tensor
 def diagnose(module: TrainingModule, data: Any, val: Any = None, **arguments: Any) -> Report:
     """The doctor's report on a fit."""
     doctor = Doctor(write=False)
-    Trainer(**{**QUIET, "profiler": doctor, **arguments}).fit(module, data, val)
+    Trainer(**{**SETTINGS, "profiler": doctor, **arguments}).fit(module, data, val)
     assert doctor.report is not None
     return doctor.report
 

@@ -1,4 +1,4 @@
-"""The smallest things that train, for tests that do not care which: ``from tiny import TinyModule, tiny_loader``."""
+"""The smallest things that train: ``from tiny import QUIET, TinyModule, tiny_loader``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import TrainingModule
+
+#: Trainer arguments that switch off everything optional.
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 
 
 class TinyModule(TrainingModule):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import RanksError, ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from paceline import Trainer
@@ -38,14 +38,6 @@ from paceline.strategies import (
     SingleDevice,
     Strategy,
 )
-
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 def chosen(*handlers: Any, fsdp: Any = None, deepspeed: Any = None, sizes: Any = None, **code: Any) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import RanksError, ranks
+from tiny import QUIET
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,15 +28,7 @@ from paceline.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 WORDS, WIDTH, LENGTH = 26, 8, 5
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-    "max_epochs": 1,
-}
+SETTINGS: dict[str, Any] = QUIET | {"use_distributed_sampler": False, "max_epochs": 1}
 
 
 class Block(nn.Module):
@@ -139,7 +132,7 @@ def fit(make: Any, strategy: Any, **arguments: Any) -> dict[str, Any]:
     """What a fit starts from and what it computes."""
     torch.manual_seed(11)
     module = make()
-    trainer = Trainer(strategy=strategy, **{**QUIET, **arguments})
+    trainer = Trainer(strategy=strategy, **{**SETTINGS, **arguments})
     trainer.fit(module, batches())
     return {
         "loaded": module.loaded,
@@ -303,7 +296,7 @@ def test_no_process_allocates_more_than_its_part(folder: Path, monkeypatch: pyte
                 self.size = sum(p.numel() * p.itemsize for p in self.parameters())
 
         module = Counted(folder)
-        Trainer(strategy=FSDPStrategy(), **QUIET).fit(module, batches())
+        Trainer(strategy=FSDPStrategy(), **SETTINGS).fit(module, batches())
         return counted.total, counted.largest, sum(copied), module.held, module.size
 
     found = ranks(2, run)
@@ -323,7 +316,7 @@ def test_no_process_allocates_more_than_its_part(folder: Path, monkeypatch: pyte
 def test_a_run_that_goes_on_does_not_read_the_files(kind: Any, folder: Path, tmp_path: Path) -> None:
     def run() -> Any:
         module = Language(folder)
-        trainer = Trainer(strategy=FSDPStrategy(state_dict_type=kind), **QUIET)
+        trainer = Trainer(strategy=FSDPStrategy(state_dict_type=kind), **SETTINGS)
         trainer.fit(module, batches(2))
         trainer.save_checkpoint(tmp_path / "it.ckpt")
         saved = whole(trainer.strategy.model_state(module))
@@ -331,11 +324,11 @@ def test_a_run_that_goes_on_does_not_read_the_files(kind: Any, folder: Path, tmp
         again = Language(folder)
         again.change = lambda module: monkey.setattr(sharded_loading, "fill", lambda *a: read.append(a))
         monkey = pytest.MonkeyPatch()
-        goes_on = Trainer(strategy=FSDPStrategy(), **{**QUIET, "max_epochs": 2})
+        goes_on = Trainer(strategy=FSDPStrategy(), **{**SETTINGS, "max_epochs": 2})
         goes_on.fit(again, batches(2), ckpt_path=tmp_path / "it.ckpt")
         monkey.undo()
         only_weights = Language(folder)
-        validated = Trainer(strategy=FSDPStrategy(), **{**QUIET, "max_epochs": 2})
+        validated = Trainer(strategy=FSDPStrategy(), **{**SETTINGS, "max_epochs": 2})
         validated.fit(only_weights, batches(2), ckpt_path=tmp_path / "it.ckpt", restore=["model"])
         return saved, again.started, len(read), only_weights.started
 
@@ -348,7 +341,7 @@ def test_a_run_that_goes_on_does_not_read_the_files(kind: Any, folder: Path, tmp
 def test_what_a_checkpoint_does_not_bring_is_read(folder: Path, tmp_path: Path) -> None:
     def run() -> Any:
         module = Language(folder)
-        trainer = Trainer(strategy=FSDPStrategy(), **QUIET)
+        trainer = Trainer(strategy=FSDPStrategy(), **SETTINGS)
         trainer.fit(module, batches(2))
         trainer.save_checkpoint(tmp_path / "it.ckpt")
 
@@ -358,7 +351,7 @@ def test_what_a_checkpoint_does_not_bring_is_read(folder: Path, tmp_path: Path) 
 
         again = InPart(folder)
         again.strict_loading = False
-        Trainer(strategy=FSDPStrategy(), **{**QUIET, "max_epochs": 2}).fit(
+        Trainer(strategy=FSDPStrategy(), **{**SETTINGS, "max_epochs": 2}).fit(
             again, batches(2), ckpt_path=tmp_path / "it.ckpt", restore=["model"]
         )
         return again.started
@@ -398,7 +391,7 @@ def test_a_model_is_evaluated_without_a_fit(folder: Path) -> None:
 
     def run(strategy: Any) -> Any:
         torch.manual_seed(11)
-        return torch.cat(Trainer(strategy=strategy, **QUIET).predict(Evaluated(folder), batches(1)))
+        return torch.cat(Trainer(strategy=strategy, **SETTINGS).predict(Evaluated(folder), batches(1)))
 
     rank_0 = batches(1)[0]
     expected = trained().eval()(rank_0)
@@ -409,7 +402,7 @@ def test_a_model_is_evaluated_without_a_fit(folder: Path) -> None:
 def test_building_the_model_again_in_a_later_run_is_an_error(folder: Path) -> None:
     def run() -> None:
         module = Language(folder)
-        trainer = Trainer(strategy=FSDPStrategy(), **QUIET)
+        trainer = Trainer(strategy=FSDPStrategy(), **SETTINGS)
         trainer.fit(module, batches(1))
         with pytest.raises(RuntimeError, match=r"recreated without memory.*in every run"):
             trainer.fit(module, batches(1))

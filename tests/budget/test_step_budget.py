@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import QUIET
 from torch import nn
 
 import paceline
@@ -17,14 +18,7 @@ from paceline import Callback, Trainer, TrainingModule
 from paceline.callbacks import GarbageCollection, RunReport
 
 PACKAGE = Path(paceline.__file__).resolve().parent
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "max_epochs": 1,
-}
+SHORT: dict[str, Any] = QUIET | {"max_epochs": 1}
 
 
 class Tiny(TrainingModule):
@@ -95,7 +89,7 @@ def calls_per_batch(module: TrainingModule, prefix: str = "", **arguments: Any) 
                 elif "contextlib" in frame.f_code.co_filename:
                     found["contextlib"] += 1
 
-        trainer = Trainer(**{**QUIET, **arguments})
+        trainer = Trainer(**{**SHORT, **arguments})
         data = Ones(batches)
         sys.setprofile(note)
         try:
@@ -156,7 +150,7 @@ def calls_per_evaluation_batch(module: TrainingModule) -> float:
             nonlocal found
             found += event == "call" and own(frame) is not None
 
-        trainer = Trainer(**QUIET)
+        trainer = Trainer(**SHORT)
         data = Ones(batches)
         sys.setprofile(note)
         try:
@@ -245,7 +239,7 @@ def test_from_fit_to_training_step_are_at_most_six_frames_over_four_files() -> N
             return super().training_step(batch, batch_idx)
 
     frames: list[Any] = []
-    Trainer(**QUIET).fit(Looks(), [torch.ones(2, 4)])
+    Trainer(**SHORT).fit(Looks(), [torch.ones(2, 4)])
     files = {own(frame) for frame in frames} - {None}
     assert len(frames) <= 6
     assert files == {"trainer/trainer.py", "trainer/run.py", "trainer/loop.py", "trainer/step.py"}
@@ -259,7 +253,13 @@ def test_a_step_with_logging_and_a_bar_never_waits_for_the_gpu() -> None:
 
     module = Strict()
     try:
-        arguments = {**QUIET, "accelerator": "gpu", "enable_progress_bar": True, "logger": True, "log_every_n_steps": 5}
+        arguments = {
+            **SHORT,
+            "accelerator": "gpu",
+            "enable_progress_bar": True,
+            "logger": True,
+            "log_every_n_steps": 5,
+        }
         Trainer(**arguments).fit(module, [torch.ones(2, 4)] * 100)
     finally:
         torch.cuda.set_sync_debug_mode("default")

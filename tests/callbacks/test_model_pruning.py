@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import nn
 from torch.nn.utils import prune
 
 from paceline import Trainer
 from paceline.callbacks import ModelCheckpoint, ModelPruning
-
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 class Deep(TinyModule):

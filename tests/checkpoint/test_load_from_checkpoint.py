@@ -10,21 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import nn
 
 from paceline import DataModule, Trainer, TrainingModule
 from paceline.checkpoint import single_file
 from paceline.processes.seed import random_states
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 1,
-}
+SETTINGS: dict[str, Any] = QUIET | {"max_epochs": 1}
 
 
 class Sized(TinyModule):
@@ -36,7 +29,7 @@ class Sized(TinyModule):
 
 
 def saved(module: TrainingModule, path: Path) -> TrainingModule:
-    trainer = Trainer(**QUIET)
+    trainer = Trainer(**SETTINGS)
     trainer.fit(module, tiny_loader())
     trainer.save_checkpoint(path)
     return module
@@ -292,7 +285,7 @@ class WithoutLoss(TinyModule):
 
 
 def test_a_safe_load_names_each_object_that_it_leaves_out(tmp_path: Path):
-    trainer = Trainer(**QUIET)
+    trainer = Trainer(**SETTINGS)
     trainer.fit(WithDefault(Loss(3)), DataWithDefault(Loss(3)))
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     told = r"without its 'loss \(.*Loss\)' and 'added \(.*Loss\)'.*created without 'loss', so.*weights_only=False\)"
@@ -332,7 +325,7 @@ def test_weights_can_go_to_another_device(tmp_path: Path):
 
 @pytest.mark.gpu
 def test_weights_saved_on_a_gpu_load_on_the_cpu_or_there(tmp_path: Path):
-    trainer = Trainer(**{**QUIET, "accelerator": "cuda"})
+    trainer = Trainer(**{**SETTINGS, "accelerator": "cuda"})
     trainer.fit(Sized(width=5), tiny_loader())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert Sized.load_from_checkpoint(tmp_path / "x.ckpt").layer.weight.device.type == "cpu"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rank_processes import own_port, ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 
 from paceline import Trainer
 from paceline.processes.environments import (
@@ -18,14 +18,7 @@ from paceline.processes.environments import (
     of_cluster,
 )
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "max_epochs": 1,
-}
+SETTINGS: dict[str, Any] = QUIET | {"max_epochs": 1}
 
 
 def test_a_known_launcher_is_detected_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +71,7 @@ class Mine(ClusterEnvironment):
 
 def fit_as(rank: int, port: int) -> tuple[int, int, str, int]:
     mine = Mine(rank, 2, port)
-    trainer = Trainer(**QUIET, strategy="ddp", devices=2, plugins=[mine])
+    trainer = Trainer(**SETTINGS, strategy="ddp", devices=2, plugins=[mine])
     trainer.fit(TinyModule(), tiny_loader())
     return trainer.global_rank, trainer.world_size, type(trainer.strategy.cluster_environment).__name__, mine.torn_down
 

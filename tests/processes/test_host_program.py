@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import nn
 
 from paceline import Trainer
@@ -21,13 +21,6 @@ from paceline.processes.host_program import Host, HostFacts, recognize, refusal_
 
 ROOT = str(Path(__file__).resolve().parents[3])
 LIMIT = 120.0
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 # ---- real hosts ----------------------------------------------------------------------------------------------------
 

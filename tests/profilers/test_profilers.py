@@ -14,7 +14,7 @@ import pytest
 import torch
 from clocks import Clock
 from rank_processes import ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 
 from paceline import Callback, Trainer
 from paceline.callbacks import ModelCheckpoint
@@ -23,14 +23,7 @@ from paceline.profilers.base import PassThroughProfiler, Profiler
 from paceline.profilers.pytorch import PyTorchProfiler, RegisterRecordFunction
 from paceline.profilers.simple import SimpleProfiler
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "max_epochs": 2,
-}
+SETTINGS: dict[str, Any] = QUIET | {"max_epochs": 2}
 
 
 class Hooked(Callback):
@@ -47,7 +40,7 @@ class Notes(TinyModule):
 
 
 def fit(profiler: Any, module: Any = None, **arguments: Any) -> Trainer:
-    trainer = Trainer(**{**QUIET, "profiler": profiler, **arguments})
+    trainer = Trainer(**{**SETTINGS, "profiler": profiler, **arguments})
     trainer.fit(module or Notes(), tiny_loader(4), tiny_loader(2))
     return trainer
 
@@ -185,7 +178,7 @@ def recorded(profiler: PyTorchProfiler, action: str) -> int:
 
 def test_training_and_validation_have_a_trace_each_and_the_sanity_check_has_none(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path)
-    trainer = Trainer(**{**QUIET, "max_epochs": 1}, profiler=profiler)
+    trainer = Trainer(**{**SETTINGS, "max_epochs": 1}, profiler=profiler)
     trainer.fit(Notes(), tiny_loader(6), tiny_loader(6))
     first, second = (
         [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]] for trace in profiler.traces
@@ -202,7 +195,7 @@ def test_a_run_that_is_shorter_than_the_default_schedule_is_recorded_completely(
     fit(profiler, max_epochs=1, **arguments)
     assert recorded(profiler, "run_training_batch") == min(arguments.values())
     assert recorded(profiler, "[Strategy]SingleDevice.validation_step") == 2
-    trainer = Trainer(**QUIET, profiler=profiler)
+    trainer = Trainer(**SETTINGS, profiler=profiler)
     trainer.test(Notes(), tiny_loader(1), verbose=False)
     assert recorded(profiler, "[Strategy]SingleDevice.test_step") == 1
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from clocks import Clock
 from rank_processes import RanksError, ranks, wait_at_most
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,14 +21,6 @@ from paceline import Trainer, TrainingModule
 from paceline.callbacks import Callback
 from paceline.strategies import DDPStrategy, ModelParallelStrategy
 from paceline.trainer import validation
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 def data(count: int) -> TensorDataset:

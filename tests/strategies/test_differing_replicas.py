@@ -10,21 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import Accelerator, Trainer
 from paceline.accelerator.local_sgd import LocalSGD
 from paceline.strategies import DDPStrategy
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 def reset(layer: nn.Linear) -> None:

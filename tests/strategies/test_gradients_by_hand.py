@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import Tensor
 
 from paceline import Trainer
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 class ByHand(TinyModule):

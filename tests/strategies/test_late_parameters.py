@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import RanksError, ranks
-from tiny import TinyModule
+from tiny import QUIET, TinyModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,13 +17,6 @@ from paceline import Accelerator, Trainer
 from paceline.callbacks import BackboneFinetuning
 from paceline.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 

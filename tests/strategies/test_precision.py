@@ -7,20 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import QUIET
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from paceline import Callback, Trainer, TrainingModule
 from paceline.strategies import MixedPrecision, Precision, TruePrecision, choose_strategy
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "max_epochs": 1,
-}
+SETTINGS: dict[str, Any] = QUIET | {"max_epochs": 1}
 DTYPES = {"32-true": torch.float32, "64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -83,7 +77,7 @@ def by_hand(name: str, clip: float | None = None) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", [*DTYPES, *MIXED])
 def test_the_weights_are_those_of_a_loop_by_hand_to_the_bit(name: str, clip: float | None) -> None:
     module = Net()
-    Trainer(**QUIET, precision=name, gradient_clip_val=clip).fit(module, batches())
+    Trainer(**SETTINGS, precision=name, gradient_clip_val=clip).fit(module, batches())
     for mine, theirs in zip(module.parameters(), by_hand(name, clip), strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
@@ -92,7 +86,7 @@ def test_the_weights_are_those_of_a_loop_by_hand_to_the_bit(name: str, clip: flo
 @pytest.mark.parametrize("name", DTYPES)
 def test_true_precisions_hold_everything_in_one_dtype(name: str) -> None:
     module, dtype = Net(), DTYPES[name]
-    trainer = Trainer(**QUIET, precision=name)
+    trainer = Trainer(**SETTINGS, precision=name)
     trainer.fit(module, batches())
     assert module.dtype == dtype
     assert module.seen == {"input": dtype, "output": dtype, "made": dtype, "labels": torch.int64}
@@ -105,7 +99,7 @@ def test_true_precisions_hold_everything_in_one_dtype(name: str) -> None:
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_precisions_compute_in_16_bits_and_keep_float32_weights(name: str) -> None:
     module = Net()
-    trainer = Trainer(**QUIET, precision=name)
+    trainer = Trainer(**SETTINGS, precision=name)
     trainer.fit(module, batches())
     assert module.dtype == torch.float32
     assert (module.seen["input"], module.seen["output"]) == (torch.float32, MIXED[name])
@@ -125,7 +119,7 @@ def test_mixed_precisions_compute_in_16_bits_and_keep_float32_weights(name: str)
     ],
 )
 def test_aliases(alias: Any, name: str) -> None:
-    assert Trainer(**QUIET, precision=alias).precision == name
+    assert Trainer(**SETTINGS, precision=alias).precision == name
 
 
 def small_scale() -> MixedPrecision:
@@ -157,7 +151,7 @@ def test_a_step_that_fp16_skips_counts_nowhere() -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             weights.append(pl_module.net[0].weight.detach().clone())
 
-    trainer = Trainer(**QUIET, precision=small_scale(), callbacks=[Watch()])
+    trainer = Trainer(**SETTINGS, precision=small_scale(), callbacks=[Watch()])
     trainer.fit(module, batches())
     assert (trainer.global_step, trainer.state.updates, trainer.state.batches) == (3, 3, 5)
     assert module.schedule.last_epoch == 3
@@ -196,7 +190,7 @@ def test_gradients_are_unscaled_once_before_hooks_and_clipping(how: str) -> None
             module.optimizer_step = lambda epoch, idx, optimizer, closure: optimizer.step(closure=closure)
         clip = None if how == "by hand" else 1e6
         norms.clear()
-        Trainer(**QUIET, precision=precision, gradient_clip_val=clip, callbacks=[Watch()]).fit(module, batches(3))
+        Trainer(**SETTINGS, precision=precision, gradient_clip_val=clip, callbacks=[Watch()]).fit(module, batches(3))
         return list(norms)
 
     scaled, plain = run(small_scale()), run("32-true")
@@ -205,10 +199,10 @@ def test_gradients_are_unscaled_once_before_hooks_and_clipping(how: str) -> None
 
 
 def test_the_scale_goes_through_a_checkpoint(tmp_path: Any) -> None:
-    first = Trainer(**QUIET, precision=MixedPrecision("16-mixed", scaler=GradScaler("cpu", init_scale=1024.0)))
+    first = Trainer(**SETTINGS, precision=MixedPrecision("16-mixed", scaler=GradScaler("cpu", init_scale=1024.0)))
     first.fit(Overflows(at=(1,)), batches())
     first.save_checkpoint(tmp_path / "a.ckpt")
-    second = Trainer(**{**QUIET, "max_epochs": 2}, precision="16-mixed")
+    second = Trainer(**{**SETTINGS, "max_epochs": 2}, precision="16-mixed")
     scales: list[float] = []
     module = Overflows(at=())
     module.on_train_start = lambda: scales.append(second.scaler.get_scale())
@@ -223,12 +217,12 @@ def test_lbfgs_under_fp16_is_refused() -> None:
             return torch.optim.LBFGS(self.parameters())
 
     with pytest.raises(ValueError, match=r"precision='16-mixed' does not work with LBFGS.*Use 'bf16-mixed'"):
-        Trainer(**QUIET, precision="16-mixed").fit(Second(), batches(1))
+        Trainer(**SETTINGS, precision="16-mixed").fit(Second(), batches(1))
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_init_module_makes_layers_in_the_precisions_dtype(name: str) -> None:
-    with Trainer(**QUIET, precision=name).init_module():
+    with Trainer(**SETTINGS, precision=name).init_module():
         layer = nn.Linear(2, 2)
     assert layer.weight.dtype == DTYPES[name]
     assert torch.get_default_dtype() == torch.float32
@@ -237,7 +231,7 @@ def test_init_module_makes_layers_in_the_precisions_dtype(name: str) -> None:
 @pytest.mark.parametrize("give", [lambda p: {"precision": p}, lambda p: {"plugins": p}, lambda p: {"plugins": [p]}])
 def test_a_precision_object_can_be_given(give: Callable[[Any], dict[str, Any]]) -> None:
     mine = TruePrecision("64-true")
-    assert Trainer(**QUIET, **give(mine)).precision_plugin is mine
+    assert Trainer(**SETTINGS, **give(mine)).precision_plugin is mine
 
 
 @pytest.mark.parametrize(
@@ -254,7 +248,7 @@ def test_a_precision_object_can_be_given(give: Callable[[Any], dict[str, Any]]) 
 )
 def test_wrong_and_contradictory_precisions(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Trainer(**QUIET, **arguments)
+        Trainer(**SETTINGS, **arguments)
 
 
 def test_bf16_needs_no_scaler() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -19,14 +19,6 @@ import paceline
 from paceline import Callback, Trainer
 from paceline.checkpoint import single_file
 from paceline.trainer.checkpoint_contents import gather
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Configured(TinyModule):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import RanksError, ranks, wait_at_most
+from tiny import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,17 +16,7 @@ from paceline import Trainer, TrainingModule
 from paceline.loggers import Logger
 from paceline.trainer import shared_step_values
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "strategy": "ddp",
-    "devices": 2,
-    "logger": False,
-    "max_epochs": 1,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+SETTINGS: dict[str, Any] = QUIET | {"strategy": "ddp", "devices": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
 
 
 class Logs(TrainingModule):
@@ -56,7 +47,7 @@ def loader(samples: int) -> Any:
 
 
 def fit(module: Logs, batches: int = 2, **arguments: Any) -> Trainer:
-    trainer = Trainer(**{**QUIET, **arguments})
+    trainer = Trainer(**{**SETTINGS, **arguments})
     trainer.fit(module, loader(2 * batches))
     return trainer
 
@@ -147,7 +138,7 @@ def test_all_values_of_a_batch_take_one_collective(names: int, collectives: int)
     def run() -> Any:
         module = Logs(each({f"n{i}": float(i) for i in range(names)}))
         reduced: list[str] = []
-        trainer = Trainer(**QUIET)
+        trainer = Trainer(**SETTINGS)
         reduce = trainer.strategy.reduce
         trainer.strategy.reduce = lambda tensor, *more: reduced.append("") or reduce(tensor, *more)  # type: ignore[method-assign]
         trainer.fit(module, loader(6))
@@ -195,7 +186,7 @@ def test_a_value_of_some_ranks_takes_only_those() -> None:
 
     def run() -> dict[str, float]:
         module = Logs(logs)
-        Trainer(**{**QUIET, "devices": 3}).fit(module, loader(9))
+        Trainer(**{**SETTINGS, "devices": 3}).fit(module, loader(9))
         return module.seen[-1]
 
     assert ranks(3, run) == [{"all": 1.0, "some": 1.0}, {"all": 1.0}, {"all": 1.0, "some": 1.0}]
@@ -248,7 +239,7 @@ def test_a_rank_without_a_sample_in_the_last_batch_shows_what_the_others_logged(
 
     def run() -> list[dict[str, float]]:
         module = Logs(logs)
-        Trainer(**QUIET).fit(module, loader(3))
+        Trainer(**SETTINGS).fit(module, loader(3))
         return module.seen
 
     assert ranks(2, run) == [[{"mean": 0.5, "most": 5.0}, {"mean": 2.0, "most": 1.0}]] * 2
@@ -273,7 +264,7 @@ class Evaluated(Logs):
 def test_evaluation_shares_step_values_among_the_ranks_that_have_a_batch(samples: int) -> None:
     def run() -> Any:
         module = Evaluated(each({}))
-        trainer = Trainer(**QUIET)
+        trainer = Trainer(**SETTINGS)
         for _ in range(2):
             trainer.validate(module, loader(samples), verbose=False)
         seen = [(values["v_step"], values["total"], values["most"]) for values in module.seen]
@@ -291,7 +282,7 @@ def test_evaluation_shares_step_values_among_the_ranks_that_have_a_batch(samples
 @pytest.mark.parametrize("samples", [(3, 4), (1, 3)])
 def test_several_loaders_of_different_lengths_end_together(samples: tuple[int, int]) -> None:
     def run() -> float:
-        trainer = Trainer(**QUIET)
+        trainer = Trainer(**SETTINGS)
         trainer.validate(Evaluated(each({})), [loader(count) for count in samples], verbose=False)
         return trainer.callback_metrics["v/dataloader_idx_1"].item()
 

@@ -9,17 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import QUIET
 from torch import Tensor, nn
 
 from paceline import Callback, Trainer, TrainingModule, messages
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 class Net(TrainingModule):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import nn
 
 from paceline import Trainer
@@ -18,18 +18,11 @@ from paceline.messages import PacelineWarning
 from paceline.tuner.lr_range_test import LRFinder, change_rates, set_rates, shares_of
 from paceline.tuner.tuner import Tuner
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "max_epochs": 1,
-}
+SHORT: dict[str, Any] = QUIET | {"max_epochs": 1}
 
 
 def test_rates_grow_as_asked_and_the_range_test_ends_where_the_loss_explodes() -> None:
-    found = Tuner(Trainer(**QUIET)).lr_find(TinyModule(), tiny_loader(8, 8), min_lr=1e-4, max_lr=100.0, num_training=80)
+    found = Tuner(Trainer(**SHORT)).lr_find(TinyModule(), tiny_loader(8, 8), min_lr=1e-4, max_lr=100.0, num_training=80)
     assert found is not None
     rates, losses = found.results["lr"], found.results["loss"]
     assert rates[0] == 1e-4
@@ -39,7 +32,7 @@ def test_rates_grow_as_asked_and_the_range_test_ends_where_the_loss_explodes() -
     rate = found.suggestion()
     assert rate is not None
     assert 1e-3 < rate < 1
-    linear = Tuner(Trainer(**QUIET)).lr_find(
+    linear = Tuner(Trainer(**SHORT)).lr_find(
         TinyModule(), tiny_loader(8, 8), min_lr=0.01, max_lr=0.1, num_training=10, mode="linear"
     )
     assert linear is not None
@@ -94,7 +87,7 @@ class Breaks(TinyModule):
 def test_a_loss_that_is_no_number_is_said_with_its_step(first: int, said: str) -> None:
     module = Breaks(first)
     with pytest.warns(PacelineWarning, match=said + ".*detect_anomaly=True"):
-        Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader())
+        Tuner(Trainer(**SHORT)).lr_find(module, tiny_loader())
     assert module.lr == 0.1
 
 
@@ -132,7 +125,7 @@ READERS = {
 @pytest.mark.parametrize("how", READERS)
 def test_a_rate_that_is_read_in_any_way_is_fine(how: str, recwarn: pytest.WarningsRecorder) -> None:
     module = Rates(READERS[how], lr=None if how == "a default" else 0.1)
-    found = Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader(), num_training=20)
+    found = Tuner(Trainer(**SHORT)).lr_find(module, tiny_loader(), num_training=20)
     assert found is not None
     assert module.lr == found.suggestion()
     assert not [warning for warning in recwarn if "creates the same optimizer" in str(warning.message)]
@@ -144,11 +137,11 @@ def test_a_rate_that_nobody_reads_is_said_before_the_test(recwarn: pytest.Warnin
     with pytest.warns(
         PacelineWarning, match=wanted + r"optimizer regardless.* Create the optimizer with lr=self\.lr, or pass"
     ):
-        Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader(), num_training=20)
+        Tuner(Trainer(**SHORT)).lr_find(module, tiny_loader(), num_training=20)
     with pytest.warns(PacelineWarning, match=wanted):
-        Trainer(**QUIET, callbacks=[LearningRateFinder(num_training_steps=20)]).fit(module, tiny_loader())
+        Trainer(**SHORT, callbacks=[LearningRateFinder(num_training_steps=20)]).fit(module, tiny_loader())
     recwarn.clear()
-    Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader(), num_training=20, update_attr=False)
+    Tuner(Trainer(**SHORT)).lr_find(module, tiny_loader(), num_training=20, update_attr=False)
     assert not [warning for warning in recwarn if "creates the same optimizer" in str(warning.message)]
 
 
@@ -192,7 +185,7 @@ class Grouped(TinyModule):
 
 
 def test_groups_keep_their_rates_in_proportion(capsys: pytest.CaptureFixture[str]) -> None:
-    Tuner(Trainer(**QUIET)).lr_find(Grouped(), tiny_loader(), min_lr=1e-3, max_lr=1e-1, num_training=3)
+    Tuner(Trainer(**SHORT)).lr_find(Grouped(), tiny_loader(), min_lr=1e-3, max_lr=1e-1, num_training=3)
     said = [eval(line.removeprefix("rates ")) for line in capsys.readouterr().out.splitlines()]
     assert said == [pytest.approx(pair) for pair in ([1e-4, 1e-3], [1e-3, 1e-2], [1e-2, 1e-1])]
 
@@ -208,7 +201,7 @@ def test_the_attribute_gets_the_suggestion_wherever_it_lies() -> None:
             return torch.optim.SGD(self.parameters(), lr=self.hparams.optim["rate"])
 
     module = Nested({"rate": 0.3})
-    found = Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader(), num_training=30, attr_name="optim.rate")
+    found = Tuner(Trainer(**SHORT)).lr_find(module, tiny_loader(), num_training=30, attr_name="optim.rate")
     assert found is not None
     assert module.hparams.optim["rate"] == found.suggestion()
 
@@ -221,7 +214,7 @@ def curve(strategy: str, batch_size: int) -> list[float]:
         torch.utils.data.TensorDataset(*(t.double() for t in loader.dataset.tensors)),
         batch_size,  # type: ignore
     )
-    found = Tuner(Trainer(**QUIET, strategy=strategy)).lr_find(module, loader, num_training=20, min_lr=1e-3)
+    found = Tuner(Trainer(**SHORT, strategy=strategy)).lr_find(module, loader, num_training=20, min_lr=1e-3)
     assert found is not None
     return found.results["loss"]
 

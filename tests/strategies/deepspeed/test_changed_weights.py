@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import RanksError, ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import Tensor
 
 from paceline import Trainer
@@ -16,14 +16,6 @@ from paceline.strategies import DeepSpeedStrategy
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)

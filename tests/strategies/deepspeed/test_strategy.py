@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import ranks
+from tiny import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,14 +25,7 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+SETTINGS: dict[str, Any] = QUIET | {"num_sanity_val_steps": 0}
 STAGES = (1, 2, 3)
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -130,7 +124,7 @@ def state(trainer: Trainer, module: TrainingModule) -> dict[str, Tensor]:
 def fit(
     made: Any, module: Any, count: int = 40, batch_size: int = 2, val: int = 0, ckpt_path: Any = None, **given: Any
 ) -> Trainer:
-    trainer = Trainer(**QUIET, strategy=made, **{"max_epochs": 1, **given})
+    trainer = Trainer(**SETTINGS, strategy=made, **{"max_epochs": 1, **given})
     torch.manual_seed(5)
     val_loader = DataLoader(Tokens(val, 6), batch_size) if val else None
     trainer.fit(module, DataLoader(Tokens(count), batch_size, shuffle=True), val_loader, ckpt_path=ckpt_path)
@@ -234,7 +228,7 @@ def make_layers(stage: int) -> int:
 
 
 def losses(made: Any, module: Any, path: Any, batch_size: int) -> float:
-    trainer = Trainer(**QUIET, strategy=made)
+    trainer = Trainer(**SETTINGS, strategy=made)
     loader = DataLoader(Tokens(12, 6), batch_size)
     return trainer.validate(module, loader, ckpt_path=path, verbose=False)[0]["val_loss"]
 
@@ -316,11 +310,11 @@ class Predicts(Transformer):
 def evaluate(made: Any, batch_size: int) -> Any:
     """Two fits of one module, with validation inside a window, in between and afterwards, and predictions."""
     module = Predicts(SGD)
-    trainer = Trainer(**QUIET, strategy=made, max_epochs=1, val_check_interval=5, accumulate_grad_batches=2)
+    trainer = Trainer(**SETTINGS, strategy=made, max_epochs=1, val_check_interval=5, accumulate_grad_batches=2)
     train, val = DataLoader(Tokens(40), batch_size), DataLoader(Tokens(11, 6), batch_size)
     trainer.fit(module, train, val)
     first = float(trainer.callback_metrics["val_loss"])
-    again = Trainer(**QUIET, strategy=made, max_epochs=1)
+    again = Trainer(**SETTINGS, strategy=made, max_epochs=1)
     again.fit(module, train)
     values = again.validate(module, val, verbose=False)[0]["val_loss"]
     predicted = torch.cat([tokens for _, tokens in again.predict(module, val, gather=True)])
@@ -440,7 +434,7 @@ def test_one_process_works_like_several() -> None:
 
 
 def chosen(**given: Any) -> Trainer:
-    return Trainer(**QUIET, **given)
+    return Trainer(**SETTINGS, **given)
 
 
 def test_without_deepspeed_the_error_has_the_pip_line_and_the_equivalent(monkeypatch: pytest.MonkeyPatch) -> None:

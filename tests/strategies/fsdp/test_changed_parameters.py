@@ -8,21 +8,13 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import RanksError, ranks
-from tiny import TinyModule
+from tiny import QUIET, TinyModule
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Trainer
 from paceline.strategies import FSDPStrategy
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 class Net(TinyModule):

@@ -7,19 +7,11 @@ from typing import Any
 
 import torch
 from rank_processes import ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import nn
 
 from paceline import Accelerator, Trainer
 from paceline.utilities import grad_norm
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
 
 
 class Norms(TinyModule):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import RanksError, ranks
+from tiny import QUIET
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -25,14 +26,7 @@ from paceline.callbacks import Callback, EMAWeightAveraging
 from paceline.strategies import DDPStrategy, FSDPStrategy
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+SETTINGS: dict[str, Any] = QUIET | {"use_distributed_sampler": False}
 
 
 class Block(nn.Module):
@@ -109,7 +103,7 @@ def train(
     **arguments: Any,
 ) -> Trainer:
     """A fit over this rank's share of the global batches."""
-    trainer = Trainer(strategy=strategy, **{**QUIET, "max_epochs": 1, **arguments})
+    trainer = Trainer(strategy=strategy, **{**SETTINGS, "max_epochs": 1, **arguments})
     trainer.fit(module, loader(int(os.environ.get("RANK", 0)), world, batches), ckpt_path=ckpt_path)
     return trainer
 
@@ -661,13 +655,13 @@ def test_evaluation_before_between_and_after_training_sees_whole_weights() -> No
         strategy = FSDPStrategy() if world > 1 else "single_device"
         module, data = Transformer(), loader(rank, world, 3)
         found = []
-        trainer = Trainer(strategy=strategy, max_epochs=2, precision="64-true", **QUIET)
+        trainer = Trainer(strategy=strategy, max_epochs=2, precision="64-true", **SETTINGS)
         found.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
         trainer.fit(module, data, data)
         found.append(float(trainer.callback_metrics["val_loss"]))
         found.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
         trainer = Trainer(
-            strategy=FSDPStrategy() if world > 1 else "single_device", max_epochs=1, precision="64-true", **QUIET
+            strategy=FSDPStrategy() if world > 1 else "single_device", max_epochs=1, precision="64-true", **SETTINGS
         )
         trainer.fit(module, data, data)
         return found, weights(trainer)
@@ -687,7 +681,7 @@ def test_predictions_are_those_of_one_process() -> None:
             def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
                 return self(batch)
 
-        trainer = Trainer(strategy=FSDPStrategy() if world > 1 else "single_device", **QUIET)
+        trainer = Trainer(strategy=FSDPStrategy() if world > 1 else "single_device", **SETTINGS)
         return torch.cat(trainer.predict(Predicting(), loader(rank, world, 2)))
 
     one, two = ranks(2, run)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_processes import ranks
-from tiny import TinyModule
+from tiny import QUIET, TinyModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -36,14 +36,7 @@ from paceline.strategies.model_parallel.strategy import find_sizes
 from paceline.torch_private import current_function_mode
 
 WORDS, WIDTH, LENGTH, BATCH = 13, 16, 6, 4
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "use_distributed_sampler": False,
-}
+SETTINGS: dict[str, Any] = QUIET | {"use_distributed_sampler": False}
 
 
 class Attention(nn.Module):
@@ -169,7 +162,7 @@ def trained(
     """The weights after one pass over this rank's share of the data, whole; on rank 0."""
     torch.set_num_threads(1)
     path, val = more.pop("ckpt_path", None), more.pop("val", None)
-    trainer = Trainer(strategy=strategy, **{**QUIET, "max_epochs": 1, **more})
+    trainer = Trainer(strategy=strategy, **{**SETTINGS, "max_epochs": 1, **more})
     shares, place = trainer.strategy.num_data_ranks, trainer.strategy.data_rank
     trainer.fit(module, [batch.chunk(shares)[place] for batch in data], val, ckpt_path=path)
     return trainer.strategy.model_state(module), trainer
@@ -242,7 +235,7 @@ def test_a_loader_gives_a_group_one_share_of_the_data() -> None:
         torch.set_num_threads(1)
         torch.manual_seed(5)
         loader = DataLoader(torch.cat(batches(6)), batch_size=size, shuffle=True)  # type: ignore[arg-type]
-        how = {**QUIET, **DOUBLE, "use_distributed_sampler": True, "max_epochs": 2}
+        how = {**SETTINGS, **DOUBLE, "use_distributed_sampler": True, "max_epochs": 2}
         trainer = Trainer(strategy=strategy(), **how)
         torch.manual_seed(5)
         trainer.fit(Language(), loader)
@@ -431,7 +424,7 @@ def test_a_module_that_is_split_runs_again() -> None:
     def several_runs(strategy: Callable[[], Any]) -> Any:
         torch.set_num_threads(1)
         module = Language()
-        trainer, other = (Trainer(strategy=strategy(), max_epochs=1, **QUIET, **DOUBLE) for _ in range(2))
+        trainer, other = (Trainer(strategy=strategy(), max_epochs=1, **SETTINGS, **DOUBLE) for _ in range(2))
         before = trainer.validate(module, batches(2), verbose=False)
         trainer.fit(module, batches(3), batches(2))
         after = trainer.validate(module, batches(2), verbose=False)
@@ -513,12 +506,12 @@ def test_split_sequences_train_like_whole_ones(world: int, sizes: dict[str, Any]
     def run() -> Any:
         torch.set_num_threads(1)
         strategy = ModelParallelStrategy(context_parallel=2, context_parallel_dims=1, **sizes)
-        trainer = Trainer(strategy=strategy, max_epochs=1, **QUIET, **DOUBLE)
+        trainer = Trainer(strategy=strategy, max_epochs=1, **SETTINGS, **DOUBLE)
         shares, place, module = strategy.num_data_ranks, strategy.data_rank, Placed(by_items)
         trainer.fit(module, [{key: value.chunk(shares)[place] for key, value in batch.items()} for batch in data])
         return whole_weights(trainer)
 
-    trainer = Trainer(strategy="cpu", max_epochs=1, **QUIET, **DOUBLE)
+    trainer = Trainer(strategy="cpu", max_epochs=1, **SETTINGS, **DOUBLE)
     trainer.fit(Placed(by_items), data)
     assert furthest(ranks(world, run)[0], whole_weights(trainer)) < EXACT
 
@@ -762,7 +755,7 @@ def test_sizes_that_do_not_fit_the_processes_are_an_error_with_both_numbers() ->
     with pytest.raises(ValueError, match=r"tensor_parallel=0 is not a valid number of processes.*'auto'"):
         ModelParallelStrategy(tensor_parallel=0)
     with pytest.raises(ValueError, match=r"is 3, which does not divide the number of processes, 2"):
-        Trainer(strategy=ModelParallelStrategy(tensor_parallel=3), devices=2, **QUIET)
+        Trainer(strategy=ModelParallelStrategy(tensor_parallel=3), devices=2, **SETTINGS)
     with pytest.raises(TypeError, match=r"'tensor_paralel'\. Did you mean 'tensor_parallel'"):
         ModelParallelStrategy(tensor_paralel=2)
 

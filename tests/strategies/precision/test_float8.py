@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import ranks
+from tiny import QUIET
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -20,14 +21,7 @@ from paceline.accelerator.kwargs_handlers import AORecipeKwargs
 from paceline.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, Float8Precision, FSDPStrategy
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "accelerator": "cpu",
-    "max_epochs": 1,
-}
+SETTINGS: dict[str, Any] = QUIET | {"max_epochs": 1}
 
 
 def network() -> nn.Sequential:
@@ -71,7 +65,7 @@ def test_both_doors_train_as_a_loop_with_torchao(recipe: Any) -> None:
     config = Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
     expected = by_hand(Float8LinearConfig(**vars(config) | {"emulate": True}))
     module = Net()
-    trainer = Trainer(precision="fp8" if recipe is None else Float8Precision(recipe), **QUIET)
+    trainer = Trainer(precision="fp8" if recipe is None else Float8Precision(recipe), **SETTINGS)
     trainer.fit(module, batches())
     torch.testing.assert_close(module.net.state_dict(), expected, rtol=0, atol=0)
     assert [name for name, one in module.named_modules() if isinstance(one, Float8Linear)] == ["net.1"]
@@ -91,7 +85,7 @@ def test_both_doors_train_as_a_loop_with_torchao(recipe: Any) -> None:
 def trained(kind: Any, path: str) -> None:
     """Train on both ranks, where FSDP gathers the converted layer's weight in 8 bits, and save."""
     strategy = kind() if kind is DDPStrategy else kind(wrap=(nn.Linear,))
-    trainer = Trainer(plugins=Float8Precision(), strategy=strategy, devices=2, num_nodes=1, **QUIET)
+    trainer = Trainer(plugins=Float8Precision(), strategy=strategy, devices=2, num_nodes=1, **SETTINGS)
     module = Net()
     trainer.fit(module, batches())
     trainer.save_checkpoint(path)
@@ -110,10 +104,10 @@ def test_sharded_weights_are_those_of_whole_ones_and_checkpoints_are_plain(tmp_p
 
 def test_a_filter_chooses_the_layers_and_none_is_a_warning() -> None:
     module = copy.deepcopy(Net())
-    Trainer(precision=Float8Precision(filter=lambda layer, name: name == "net.4"), **QUIET).fit(module, batches())
+    Trainer(precision=Float8Precision(filter=lambda layer, name: name == "net.4"), **SETTINGS).fit(module, batches())
     assert [name for name, one in module.named_modules() if isinstance(one, Float8Linear)] == ["net.4"]
     with pytest.warns(PacelineWarning, match=r"converts no layer of Net.*there are 5\)"):
-        Trainer(precision=Float8Precision(filter=lambda layer, name: False), **QUIET).fit(Net(), batches())
+        Trainer(precision=Float8Precision(filter=lambda layer, name: False), **SETTINGS).fit(Net(), batches())
 
 
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +125,7 @@ def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         AORecipeKwargs(Float8LinearConfig(), pad_inner_dim=True).precision("cpu")
     monkeypatch.setattr("paceline.messages.is_installed", lambda package: package != "torchao")
     with pytest.raises(ModuleNotFoundError, match=r"'fp8-mixed' needs the package 'torchao'.*pip install torchao"):
-        Trainer(precision="fp8", **QUIET)
+        Trainer(precision="fp8", **SETTINGS)
 
 
 @pytest.mark.gpu
@@ -142,6 +136,6 @@ def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gpu_multiplies_in_8_bits(compiled: bool) -> None:
     module = Net()
-    Trainer(precision="fp8", compile=compiled, **QUIET | {"accelerator": "gpu", "devices": 1}).fit(module, batches())
+    Trainer(precision="fp8", compile=compiled, **SETTINGS | {"accelerator": "gpu", "devices": 1}).fit(module, batches())
     for name, value in by_hand(Float8LinearConfig(emulate=True)).items():
         torch.testing.assert_close(module.net.state_dict()[name].cpu(), value, rtol=0.1, atol=0.02)

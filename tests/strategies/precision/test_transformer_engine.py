@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine_stand_in as stand_in
+from tiny import QUIET
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -19,14 +20,6 @@ from paceline.devices.kinds import kind_of
 from paceline.estimate.memory_estimate import estimate_memory
 from paceline.messages import PacelineWarning
 from paceline.strategies import TransformerEnginePrecision
-
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "accelerator": "cpu",
-}
 
 
 @pytest.fixture
