@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline import messages
 from paceline.processes import launch
+from paceline.processes.process_group import leave_alone
 from paceline.strategies.deepspeed.package import use_device
 
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -148,6 +149,7 @@ def no_leftovers(fresh_start: None) -> Iterator[None]:
     """Fail a test that leaves a thread running, a process group open or a mode of torch switched."""
     threads = set(threading.enumerate())
     yield
+    leave_alone()  # a sharded run on one process, which is not left before a process ends or starts others
     started = [t for t in threading.enumerate() if t not in threads and not t.daemon]
     for thread in started:  # one that was told to end may still be at it
         thread.join(120)
