@@ -223,7 +223,7 @@ class DDPStrategy(DistributedStrategy):
     def before_evaluation(self, module: nn.Module) -> None:
         if self.ddp_options.get("broadcast_buffers", True):
             super().before_evaluation(module)
-        self._warn_of_differing_replicas(module)
+        self.check_replicas(module)
 
     def explain(self, error: BaseException) -> BaseException | None:
         text = str(error)
@@ -299,7 +299,7 @@ class DDPStrategy(DistributedStrategy):
         )
 
     def check_parameters(self, module: nn.Module) -> None:
-        """Watch parameters that were added after wrapping, and warn of those whose values differ between the ranks.
+        """Watch parameters that were added after wrapping.
 
         Raises:
             RuntimeError: a parameter has another dtype, device or shape than when it was wrapped, so torch does not
@@ -320,10 +320,9 @@ class DDPStrategy(DistributedStrategy):
         added = self._late.watch(late, self._got_late_gradient)
         if self.talks:
             same_tensors((one.data for one in added), self.data_group)
-        self._warn_of_differing_replicas(module)
 
     @torch.no_grad()
-    def _warn_of_differing_replicas(self, module: nn.Module) -> None:
+    def check_replicas(self, module: nn.Module) -> None:
         """Warn of weights that a rank has changed by itself, because averaged gradients never make them equal again.
 
         Waits for the device. Sums are compared with a tolerance, because devices of different models round differently.

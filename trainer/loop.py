@@ -230,6 +230,7 @@ class FitLoop:
         for hook in self.hooks.on_train_epoch_start:
             hook()
         self.run.strategy.check_parameters(self.run.module)
+        self.run.strategy.check_replicas(self.run.module)
         self.metrics.enter(phases.TRAIN_BATCH)
 
     def plan_epoch(self) -> None:

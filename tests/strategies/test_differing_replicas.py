@@ -54,6 +54,9 @@ def own_loop(between: Callable[[Accelerator, nn.Module, Any], Any]) -> None:
             optimizer.zero_grad()
         if epoch == 0:
             between(accelerator, model, loader)
+        model.eval()
+        list(loader)
+        model.train()
 
 
 def train_apart(accelerator: Accelerator, model: nn.Module, loader: Any) -> None:
@@ -101,6 +104,15 @@ def test_layers_whose_weights_differ_in_an_own_loop_are_named() -> None:
 
 def test_weights_that_averaged_gradients_change_cause_no_warning() -> None:
     assert not warnings_on_ranks(fit, TinyModule, 3)
+
+
+def look_at_a_batch(accelerator: Accelerator, model: nn.Module, loader: Any) -> None:
+    if accelerator.is_main_process:
+        next(iter(loader))
+
+
+def test_one_rank_may_look_at_a_batch_between_passes() -> None:
+    assert not warnings_on_ranks(own_loop, look_at_a_batch)
 
 
 def test_local_sgd_causes_no_warning() -> None:
