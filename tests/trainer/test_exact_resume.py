@@ -130,7 +130,7 @@ class Net(TrainingModule):
         self.epochs: list[dict[str, float]] = []
 
     def loss(self, batch: Any, batch_idx: int) -> Tensor:
-        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
+        parts = list(batch.values()) if isinstance(batch, dict) else [batch] if isinstance(batch[0], Tensor) else batch
         loss = sum((self.layers(x.float().view(-1, 3)) - random.random()).pow(2).mean() for _, x in parts)
         digest = [(index.tolist(), x.double().sum().item()) for index, x in parts]
         self.seen.append((self.current_epoch, batch_idx, digest, loss.item()))
@@ -378,6 +378,10 @@ CASES: dict[str, Case] = {
     "drawing sampler": Case(lambda: loader(shuffle=None, sampler=Drawing()), at=3),
     "drawing sampler, workers": Case(lambda: loader(shuffle=None, sampler=Drawing(), num_workers=1), at=5),
     "combined": Case(lambda: {"a": loader(), "b": loader(Noisy(8))}, at=2),
+    "combined, starting over": Case(lambda: [loader(), loader(Noisy(8)), loader(Noisy(13))]),
+    "combined, own generators": Case(
+        lambda: [loader(data, generator=torch.Generator().manual_seed(3)) for data in (Noisy(), Noisy(8), Noisy(9))]
+    ),
     "combined, workers": Case(lambda: {"a": loader(num_workers=1), "b": loader(Noisy(8), num_workers=1)}, at=5),
     "accumulation": Case(accumulate_grad_batches=3),
     "accumulation by items": Case(module=ByItems, accumulate_grad_batches=3),
