@@ -21,6 +21,7 @@ from paceline import Callback, Trainer, TrainingModule
 from paceline.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LossGuard,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -299,10 +300,10 @@ def fit(folder: Path, case: Case, ckpt_path: Path | None = None, seed: int = 0, 
             "enable_checkpointing": False,
             "accelerator": "cpu",
             "max_epochs": 2,
-            "callbacks": [Rows(), *([keeper] if saves else [])],
             **case.arguments,
         }
     )
+    trainer.callbacks += [Rows(), *([keeper] if saves else [])]
     val = loader(Noisy(4), shuffle=False) if case.validates else None
     trainer.fit(module, case.data(), val, ckpt_path=ckpt_path)
     return {
@@ -384,6 +385,7 @@ CASES: dict[str, Case] = {
     ),
     "combined, workers": Case(lambda: {"a": loader(num_workers=1), "b": loader(Noisy(8), num_workers=1)}, at=5),
     "accumulation": Case(accumulate_grad_batches=3),
+    "accumulation by epoch": Case(callbacks=[GradientAccumulationScheduler({0: 2, 1: 3})], at=2),
     "accumulation by items": Case(module=ByItems, accumulate_grad_batches=3),
     "two optimizers": Case(module=Joint, precision="16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.5),
     "by hand": Case(module=ByHand),
