@@ -23,7 +23,7 @@ from ..processes import seed as randomness
 from ..torch_private import dataset_iterator, index_sampler, pins_memory, running_iterator
 from .in_memory import rows_of
 from .uneven_shards import Shard
-from .worker_processes import start_iterating
+from .worker_processes import SEEDED, start_iterating
 
 #: Module of torchdata's BatchSampler, which groups indices like torch's and can save its position.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
@@ -337,8 +337,10 @@ def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
         limit: number of batches after which the pass ends; by then, workers have already received a few more.
     """
     items = _from_first(_sampler_of(loader))
-    if first or not loader.persistent_workers:
+    if (first and loader not in SEEDED) or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if loader.persistent_workers:
+        SEEDED.add(loader)
     if limit is not None:
         items = islice(items, limit + loader.num_workers * (loader.prefetch_factor or 0))
     deque(items, maxlen=0)

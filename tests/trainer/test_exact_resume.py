@@ -376,6 +376,9 @@ CASES: dict[str, Case] = {
     "iterator": Case(module=Iterates, at=3),
     "own generator": Case(lambda: loader(generator=torch.Generator().manual_seed(3))),
     "own generator, limited": Case(lambda: loader(generator=torch.Generator().manual_seed(3)), limit_train_batches=4),
+    "own generator, persistent workers": Case(
+        lambda: loader(generator=torch.Generator().manual_seed(3), num_workers=1, persistent_workers=True), at=5
+    ),
     "drawing sampler": Case(lambda: loader(shuffle=None, sampler=Drawing()), at=3),
     "drawing sampler, workers": Case(lambda: loader(shuffle=None, sampler=Drawing(), num_workers=1), at=5),
     "combined": Case(lambda: {"a": loader(), "b": loader(Noisy(8))}, at=2),
