@@ -171,6 +171,11 @@ class Joint(Net):
         ]
 
 
+class Constant(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
 class ByHand(Net):
     """Accumulates two batches for one optimizer, steps the other after each."""
 
@@ -426,6 +431,14 @@ SPREAD: dict[str, Case] = {
     "ddp, torchmetrics": Case(module=Measured, strategy="ddp", devices=2, at=2),
     "fsdp, two optimizers": Case(module=Joint, strategy="fsdp", devices=2, at=4),
     "fsdp, accumulation": Case(strategy="fsdp", devices=2, accumulate_grad_batches=3),
+    "fsdp, averaged": Case(
+        module=Constant,
+        callbacks=[StochasticWeightAveraging(0.1, swa_epoch_start=1, annealing_epochs=2)],
+        max_epochs=3,
+        strategy="fsdp",
+        devices=2,
+        at=3,
+    ),
 }
 
 
