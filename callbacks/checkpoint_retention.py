@@ -39,7 +39,7 @@ class Checkpoint(Callback):
         filename: the file name, in which a slash creates a subfolder; None means a name without slashes.
     """
 
-    runs_last = True
+    runs_last = monitors_metrics = True
     dirpath: str | None = None
     filename: str | None = None
 

@@ -32,7 +32,7 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Monitor a logged metric and stop training when it has not improved for ``patience`` checks.
 
-    With several processes, all of them stop as soon as one does.
+    If processes log different values of their own, the mean of these values is judged.
 
     Args:
         monitor: name of the metric, as passed to ``self.log``.
@@ -182,9 +182,12 @@ class EarlyStopping(Callback):
 
     def _value(self, trainer: Trainer) -> Tensor | None:
         """Return the metric as a scalar on the CPU, or None to skip this check. This waits for the device."""
-        metrics = trainer.callback_metrics
+        metrics, strategy = trainer.callback_metrics, trainer.strategy
         if self.monitor in metrics:
-            return metrics[self.monitor].detach().squeeze().cpu()
+            value = metrics[self.monitor].detach().squeeze()
+            if strategy.world_size > 1:  # each process may have its own, but a checkpoint keeps the state of only one
+                value = strategy.reduce(value.to(strategy.device), "mean")
+            return value.cpu()
         text = never_logged("EarlyStopping", self.monitor, metrics, trainer.enable_validation)
         may_come = trainer.enable_validation and not self._validated
         if self.strict and not may_come:

@@ -95,8 +95,6 @@ class ModelCheckpoint(CheckpointKeeper):
         ValueError: during the fit, as soon as it is certain that ``monitor`` is not being logged.
     """
 
-    monitors_metrics = True
-
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

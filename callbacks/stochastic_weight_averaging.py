@@ -248,6 +248,9 @@ class StochasticWeightAveraging(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         resumable = "callbacks" in checkpoint  # otherwise, the file contains only weights
+        if resumable and self._average is not None and not self._restored:  # state_dict has only this process's shards
+            own = checkpoint["callbacks"][self.state_key]
+            own["average_model_state"] = self._average.average_state(trainer.strategy)
         if resumable and self._final and self._average is not None and self._average.module is pl_module:
             trained = self._average.held_state(trainer.strategy) | self._held_statistics
             checkpoint[CURRENT_KEY] = {n: trained.get(n, value) for n, value in checkpoint["state_dict"].items()}

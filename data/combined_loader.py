@@ -234,7 +234,11 @@ class _Pass:
         self.loader, self.limit = combined.flattened[index], combined._limit(index)
         self.open_leaf = open_leaf
         length = combined._lengths()[index]
-        self.number, rest = divmod(start, length) if length and combined.mode == "max_size_cycle" else (0, start)
+        self.number, rest = 0, start
+        if start and length and combined.mode == "max_size_cycle":
+            # A pass that has been read is over only when its next batch is due, after the batches of other loaders.
+            self.number, rest = divmod(start - 1, length)
+            rest += 1
         for number in range(self.number):
             pass_over(self.loader, number == 0, self.limit)
         self.open(rest)

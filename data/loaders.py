@@ -13,15 +13,17 @@ from torch.utils.data.distributed import DistributedSampler
 
 from .. import messages
 from ..processes.seed import host_random_states, mixed
-from ..torch_private import forget_iterator
+from ..torch_private import forget_iterator, running_iterator
 from .combined_loader import CombinedLoader, holds_loaders, length_of
 from .streams import counts_all_ranks, needs_counts, saves_position, splits_itself
 from .uneven_shards import Shard
+from .worker_processes import SEEDED
 
 _MISSING = object()
 
-#: States of the user's generators when :func:`announce_epoch` was last called, newest last.
-_at_epoch_start: dict[torch.Generator, Tensor] = {}
+#: States of the user's generators when :func:`announce_epoch` was last called, and whether they had already seeded the
+#: loader's persistent workers; newest last.
+_at_epoch_start: dict[torch.Generator, tuple[Tensor, bool]] = {}
 _MOST_GENERATORS = 64  # a limit, because torch 2.11 has no weak references to generators
 
 
@@ -139,16 +141,16 @@ def announce_epoch(loader: Any, epoch: int) -> None:
     """
     for leaf in leaves_of(loader):
         for generator in _generators(leaf):
-            _note_epoch_start(generator, generator.get_state())
+            _note_epoch_start(generator, generator.get_state(), _has_workers(leaf))
         for owner in (leaf, *samplers_of(leaf), getattr(leaf, "dataset", None)):
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
 
 
-def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
+def _note_epoch_start(generator: torch.Generator, state: Tensor, has_workers: bool) -> None:
     _at_epoch_start.pop(generator, None)
-    _at_epoch_start[generator] = state
+    _at_epoch_start[generator] = state, has_workers
     if len(_at_epoch_start) > _MOST_GENERATORS:
         del _at_epoch_start[next(iter(_at_epoch_start))]
 
@@ -467,9 +469,17 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
         _tell_other_loader(loader)
     generators = _generators(loader)
     if generators:
-        state["generators"] = [generator.get_state() for generator in generators]
-        state["generators_at_epoch_start"] = [_at_epoch_start.get(g, g.get_state()) for g in generators]
+        now = [(generator.get_state(), _has_workers(loader)) for generator in generators]
+        begun = [_at_epoch_start.get(generator, pair) for generator, pair in zip(generators, now, strict=True)]
+        for name, pairs in (("generators", now), ("generators_at_epoch_start", begun)):
+            state[name] = [generator_state for generator_state, _ in pairs]
+            state[f"workers_of_{name}"] = pairs[0][1]
     return state or None
+
+
+def _has_workers(loader: Any) -> bool:
+    """Return True if a loader has persistent workers, whose seed is then drawn no more."""
+    return isinstance(loader, DataLoader) and running_iterator(loader) is not None
 
 
 def _tell_other_loader(loader: Any) -> None:
@@ -494,12 +504,15 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     shard = shard_of(loader)
     # A shard with a sampler goes through the full order again, wherever the loader resumes.
     draws_anew = not positioned or (shard is not None and not shard.alike)
-    saved = state.get("generators_at_epoch_start" if mid_epoch and draws_anew else "generators", [])
+    name = "generators_at_epoch_start" if mid_epoch and draws_anew else "generators"
+    saved, had_workers = state.get(name, []), state.get(f"workers_of_{name}", False)
     generators = _generators(loader)
     if len(saved) == len(generators):
         for generator, generator_state in zip(generators, saved, strict=True):
             generator.set_state(generator_state)
-            _note_epoch_start(generator, generator_state)
+            _note_epoch_start(generator, generator_state, had_workers)
+        if had_workers:
+            SEEDED.add(loader)
     else:
         lost.append(f"the states of random generators ({len(saved)} in total, but this loader has {len(generators)})")
     if lost:

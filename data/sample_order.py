@@ -23,7 +23,7 @@ from ..processes import seed as randomness
 from ..torch_private import dataset_iterator, index_sampler, pins_memory, running_iterator
 from .in_memory import rows_of
 from .uneven_shards import Shard
-from .worker_processes import start_iterating
+from .worker_processes import SEEDED, start_iterating
 
 #: Module of torchdata's BatchSampler, which groups indices like torch's and can save its position.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
@@ -117,10 +117,18 @@ def _is_one_permutation(sampler: RandomSampler) -> bool:
 
 
 def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
-    """Yield the items of a ``RandomSampler``. At the end, draw one more permutation, as torch does for a remainder."""
+    """Return the items of a ``RandomSampler``. At the end, draw one more permutation, as torch does for a remainder."""
     size = len(sampler.data_source)  # type: ignore[arg-type]
-    yield from torch.randperm(size, generator=sampler.generator)[count:].tolist()
-    torch.randperm(size, generator=sampler.generator)
+    places = torch.randperm(size, generator=sampler.generator)[count:].tolist()
+    items = chain(places, _end_of_permutation(sampler))
+    if count > size:  # the end has been reached
+        next(items, None)
+    return items
+
+
+def _end_of_permutation(sampler: RandomSampler) -> Iterator[int]:
+    torch.randperm(len(sampler.data_source), generator=sampler.generator)  # type: ignore[arg-type]
+    yield from ()
 
 
 def _at_once(sampler: Any, start: int) -> Iterator[Any]:
@@ -133,16 +141,23 @@ def _at_once(sampler: Any, start: int) -> Iterator[Any]:
 
 def _cut(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Tensor]:
     """Return the batches of one permutation, without a Python call for each batch."""
-    return chain.from_iterable(_pieces(sampler, source, start))
+    pieces = _pieces(sampler, source, start)
+    if start:
+        next(pieces)  # draws the skipped batches
+    return chain.from_iterable(pieces)
 
 
 def _pieces(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Sequence[Tensor]]:
     drawn = partial(torch.randperm, len(source), generator=source.generator) if type(source) is RandomSampler else None
     order, size = torch.arange(len(source)) if drawn is None else drawn(), sampler.batch_size
     full = len(order) // size * size
+    ended = start * size > len(order)
+    if drawn is not None and ended:
+        drawn()
+    yield ()
     for first in range(start * size, full, size * _PIECES):
         yield order[first : min(first + size * _PIECES, full)].split(size)
-    if drawn is not None:
+    if drawn is not None and not ended:
         drawn()  # at its end, RandomSampler does the same for an empty remainder
     if len(order) > max(full, start * size) and not sampler.drop_last:
         yield (order[full:],)
@@ -322,8 +337,10 @@ def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
         limit: number of batches after which the pass ends; by then, workers have already received a few more.
     """
     items = _from_first(_sampler_of(loader))
-    if first or not loader.persistent_workers:
+    if (first and loader not in SEEDED) or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if loader.persistent_workers:
+        SEEDED.add(loader)
     if limit is not None:
         items = islice(items, limit + loader.num_workers * (loader.prefetch_factor or 0))
     deque(items, maxlen=0)

@@ -19,8 +19,9 @@ from functools import partial
 from multiprocessing.connection import wait
 from types import FrameType, TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+from torch import Generator
 from torch.utils.data import DataLoader, dataloader
 
 from .. import messages
@@ -37,6 +38,9 @@ _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SEND
 _LOOK, _GRACE = 1.0, 10.0
 #: The most recently started worker processes of each loader; empty while they start.
 STARTED: WeakKeyDictionary[DataLoader[Any], list[Any]] = WeakKeyDictionary()
+#: Loaders whose persistent workers had already been started at the position of a resumed run. When they start again,
+#: their seed must not come from the loader's generator, which has drawn one and goes on with the order of the samples.
+SEEDED: WeakSet[DataLoader[Any]] = WeakSet()
 
 _LOST = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
@@ -97,13 +101,17 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
     if method != "fork":
         require_main_guard(f"DataLoader(num_workers={loader.num_workers}) with {method!r}")
     users, numbers = loader.worker_init_fn, {getattr(signal, name) for name in _NAMES}
+    generator = loader.generator
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     STARTED[loader] = []
     loader.worker_init_fn = _Start(users, served=method == "forkserver")
+    if loader in SEEDED:
+        SEEDED.remove(loader)
+        loader.generator = Generator()
     try:
         iterator = iter(loader)
     finally:
-        loader.worker_init_fn = users
+        loader.worker_init_fn, loader.generator = users, generator
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     STARTED[loader] = workers_of(iterator)
     if threading.current_thread() is threading.main_thread():

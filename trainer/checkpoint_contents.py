@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import messages
+from ..callbacks.base import accumulation_of
 from ..checkpoint import lightning_format, logger_positions
 from ..checkpoint.hyperparameters import CONFIG, is_config, plain_config
 from ..checkpoint.manifest import FORMAT
@@ -217,7 +218,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
     resumed = Resumed(run, checkpoint, parts)
     if "loops" in parts:
         counters = run.state.state_dict() | (section.get("progress") or lightning_format.progress(checkpoint))
-        run.state.load_state_dict(resumed.position(counters, run.trainer.accumulate_grad_batches))
+        scheduled = accumulation_of(run.trainer.callbacks, counters["epoch"])
+        run.state.load_state_dict(resumed.position(counters, scheduled or run.trainer.accumulate_grad_batches))
         if "metrics" in section:
             run.metrics.load_state_dict(section["metrics"])
         logger_positions.restore(run, section)

@@ -276,7 +276,8 @@ class FitLoop:
         lookahead = source.looks_ahead(loader) or self.takes_iterator
         # In a resumed run, a loader with a saved position continues there; any other loader skips batches.
         resumed = self.resumed
-        ended = resumed is not None and start_batch > 0 and resumed.ended  # the loader had no further batches
+        # After the epoch's last fetch, the loader's generators are where the next epoch begins.
+        ended = resumed is not None and start_batch > 0 and (resumed.ended or start_batch >= source.cut())
         knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
         skip = 0 if knows_position and not ended else start_batch
         found = self._fetched = Batches(
@@ -360,7 +361,6 @@ class FitLoop:
 
     def finish_epoch(self) -> None:
         """Finish the epoch after resuming from a checkpoint that was written in ``on_train_epoch_end``."""
-        self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
         self.schedules = Schedules(self.run, self.run.lr_scheduler_configs)

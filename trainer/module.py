@@ -312,14 +312,20 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         loss.backward(*args, **kwargs)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in manual optimization; unlike ``loss.backward()``, this applies the precision and strategy."""
+        """Run backward in manual optimization; unlike ``loss.backward()``, this applies the precision and strategy.
+
+        In the last batch of an epoch, the loss gets the weight of this process's samples, if processes have different
+        numbers of them.
+        """
         trainer = self.trainer
         if self.automatic_optimization:
             raise RuntimeError(
                 f"{type(self).__name__} called self.manual_backward, but the trainer runs backward itself. Set "
                 "self.automatic_optimization = False in __init__ to call it yourself, or return the loss instead."
             )
-        hooks, precision = trainer.current_run.hooks, trainer.strategy.precision
+        run, hooks, precision = trainer.current_run, trainer.current_run.hooks, trainer.strategy.precision
+        if run.source.last_share != 1.0 and run.state.is_last_batch and not run.state.epoch_done:
+            loss = loss * run.source.last_share
         if not precision.overrides.isdisjoint(BACKWARD):
             around = (hooks.on_before_backward, hooks.on_after_backward)
             precision.bind_backward(trainer.strategy.backward, self, None, around)(loss, *args, **kwargs)

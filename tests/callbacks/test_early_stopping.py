@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
@@ -191,6 +192,39 @@ def test_every_process_stops_when_one_wants_to() -> None:
     stopping = EarlyStopping("score")
     assert fit(Scored(1.0, 2.0), stopping, strategy=OneOfTwo("cpu")).current_epoch == 1
     assert stopping.stopping_reason_message == "Another process requested the stop."
+
+
+class OwnLoss(TinyModule):
+    """Logs the loss of each batch, and in each process another part of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        wave = 5.0 * (1 - self.global_rank * 2) * (self.current_epoch % 2) * (self.trainer.world_size - 1)
+        self.log("own", loss.detach() + wave)
+        return loss
+
+
+def stop_of_a_fit(strategy: str, batch_size: int) -> tuple[int, int, float]:
+    torch.manual_seed(1)
+    stopping = EarlyStopping("own", patience=1, min_delta=0.1, check_on_train_epoch_end=True)
+    trainer = Trainer(
+        callbacks=[stopping],
+        max_epochs=30,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+    )
+    trainer.fit(OwnLoss(), tiny_loader(8 // batch_size, batch_size))
+    return stopping.stopped_epoch, stopping.wait_count, round(stopping.best_score.item(), 4)
+
+
+def test_processes_with_values_of_their_own_stop_where_one_process_would() -> None:
+    alone = stop_of_a_fit("single_device", 4)
+    assert alone[0] > 2
+    assert ranks(2, stop_of_a_fit, "ddp", 2) == [alone, alone]
 
 
 # ---- the metric is not there -----------------------------------------------------------------------------------------

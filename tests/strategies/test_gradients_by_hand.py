@@ -9,6 +9,7 @@ import torch
 from rank_processes import ranks
 from tiny import QUIET, TinyModule, tiny_loader
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from paceline import Trainer
 
@@ -81,6 +82,29 @@ def fit_all(strategy: str, batch_size: int) -> list[dict[str, Tensor]]:
         state = trainer.strategy.model_state(module)
         weights.append({name: value for name, value in state.items() if not value.is_meta})
     return weights
+
+
+class EachBatch(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def fit_unevenly(batch_size: int) -> list[Tensor]:
+    """Train on samples whose last batch has 5 of 8, and 1 of 8."""
+    weights = []
+    for size in (21, 17):
+        torch.manual_seed(5)
+        module, data = EachBatch(), tiny_loader(1, size).dataset
+        trainer = Trainer(**QUIET, strategy="ddp" if batch_size == 4 else "single_device", max_epochs=2)
+        trainer.fit(module, DataLoader(data, batch_size, shuffle=True))
+        weights.append(module.layer.weight.detach().clone())
+    return weights
+
+
+def test_each_sample_of_an_uneven_last_batch_has_the_same_weight() -> None:
+    torch.testing.assert_close(ranks(2, fit_unevenly, 4), [fit_unevenly(8)] * 2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -21,6 +21,7 @@ from paceline import Callback, Trainer, TrainingModule
 from paceline.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LossGuard,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -130,7 +131,7 @@ class Net(TrainingModule):
         self.epochs: list[dict[str, float]] = []
 
     def loss(self, batch: Any, batch_idx: int) -> Tensor:
-        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
+        parts = list(batch.values()) if isinstance(batch, dict) else [batch] if isinstance(batch[0], Tensor) else batch
         loss = sum((self.layers(x.float().view(-1, 3)) - random.random()).pow(2).mean() for _, x in parts)
         digest = [(index.tolist(), x.double().sum().item()) for index, x in parts]
         self.seen.append((self.current_epoch, batch_idx, digest, loss.item()))
@@ -168,6 +169,11 @@ class Joint(Net):
             torch.optim.lr_scheduler.StepLR(matrices, 1),
             {"scheduler": steps, "interval": "step"},
         ]
+
+
+class Constant(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
 class ByHand(Net):
@@ -299,10 +305,10 @@ def fit(folder: Path, case: Case, ckpt_path: Path | None = None, seed: int = 0, 
             "enable_checkpointing": False,
             "accelerator": "cpu",
             "max_epochs": 2,
-            "callbacks": [Rows(), *([keeper] if saves else [])],
             **case.arguments,
         }
     )
+    trainer.callbacks += [Rows(), *([keeper] if saves else [])]
     val = loader(Noisy(4), shuffle=False) if case.validates else None
     trainer.fit(module, case.data(), val, ckpt_path=ckpt_path)
     return {
@@ -371,14 +377,23 @@ CASES: dict[str, Case] = {
     "stream": Case(lambda: loader(SizedStream()), at=3),
     "stream, workers": Case(lambda: loader(SizedStream(), num_workers=2), at=5),
     "stream without length": Case(lambda: loader(Stream()), at=3),
-    "stream with a place": Case(lambda: loader(Placed()), at=2),
+    "stream with a place": Case(lambda: loader(Placed())),
     "iterator": Case(module=Iterates, at=3),
-    "own generator": Case(lambda: loader(generator=torch.Generator().manual_seed(3)), at=3),
+    "own generator": Case(lambda: loader(generator=torch.Generator().manual_seed(3))),
+    "own generator, limited": Case(lambda: loader(generator=torch.Generator().manual_seed(3)), limit_train_batches=4),
+    "own generator, persistent workers": Case(
+        lambda: loader(generator=torch.Generator().manual_seed(3), num_workers=1, persistent_workers=True), at=5
+    ),
     "drawing sampler": Case(lambda: loader(shuffle=None, sampler=Drawing()), at=3),
     "drawing sampler, workers": Case(lambda: loader(shuffle=None, sampler=Drawing(), num_workers=1), at=5),
     "combined": Case(lambda: {"a": loader(), "b": loader(Noisy(8))}, at=2),
+    "combined, starting over": Case(lambda: [loader(), loader(Noisy(8)), loader(Noisy(13))]),
+    "combined, own generators": Case(
+        lambda: [loader(data, generator=torch.Generator().manual_seed(3)) for data in (Noisy(), Noisy(8), Noisy(9))]
+    ),
     "combined, workers": Case(lambda: {"a": loader(num_workers=1), "b": loader(Noisy(8), num_workers=1)}, at=5),
     "accumulation": Case(accumulate_grad_batches=3),
+    "accumulation by epoch": Case(callbacks=[GradientAccumulationScheduler({0: 2, 1: 3})], at=2),
     "accumulation by items": Case(module=ByItems, accumulate_grad_batches=3),
     "two optimizers": Case(module=Joint, precision="16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.5),
     "by hand": Case(module=ByHand),
@@ -416,6 +431,14 @@ SPREAD: dict[str, Case] = {
     "ddp, torchmetrics": Case(module=Measured, strategy="ddp", devices=2, at=2),
     "fsdp, two optimizers": Case(module=Joint, strategy="fsdp", devices=2, at=4),
     "fsdp, accumulation": Case(strategy="fsdp", devices=2, accumulate_grad_batches=3),
+    "fsdp, averaged": Case(
+        module=Constant,
+        callbacks=[StochasticWeightAveraging(0.1, swa_epoch_start=1, annealing_epochs=2)],
+        max_epochs=3,
+        strategy="fsdp",
+        devices=2,
+        at=3,
+    ),
 }
 
 

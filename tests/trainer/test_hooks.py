@@ -10,7 +10,7 @@ import pytest
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, DataModule, Trainer, TrainingModule
-from paceline.callbacks import LambdaCallback
+from paceline.callbacks import Checkpoint, LambdaCallback
 from paceline.callbacks.base import HOOKS, replaced
 from paceline.strategies.base import SingleDevice
 from paceline.trainer.hooks import HookTable, check, overridden, wanted_arguments
@@ -67,6 +67,15 @@ def test_callbacks_that_monitor_come_after_the_module_at_the_end_of_an_epoch(tra
     for hook in (*found.on_train_epoch_end, *found.on_train_epoch_end_monitors):
         hook()
     assert order == ["plain", "M", "monitors"]
+
+
+def test_a_checkpoint_callback_of_ones_own_saves_what_the_module_did_at_the_end_of_an_epoch(trainer: Trainer) -> None:
+    order: list[str] = []
+    saves, module = (noting(base, order, str(base), "on_train_epoch_end") for base in (Checkpoint, Plain))
+    found = table(trainer, saves, module=module)
+    for hook in (*found.on_train_epoch_end, *found.on_train_epoch_end_monitors):
+        hook()
+    assert order == [str(Plain), str(Checkpoint)]
 
 
 def test_callbacks_get_trainer_and_module_and_the_module_only_the_rest(trainer: Trainer) -> None:
