@@ -631,6 +631,22 @@ progress = trainer.fit_loop.epoch_progress.current
 says(lambda: setattr(progress, "completed", 3), AttributeError, "completed = 3", "pass ckpt_path to fit")
 assert sum("epoch_loop.batch_idx" in r.getMessage() for r in told) == 1
 
+# where loaders come from
+class Asks(Net):
+    def configure_optimizers(self):
+        loop = self.trainer.fit_loop
+        train, val = loop._data_source, loop.epoch_loop.val_loop._data_source
+        self.found = len(train.dataloader()), train.name, train.is_module(), val.is_defined(), val.instance
+        return super().configure_optimizers()
+class Loads(Asks):
+    train_dataloader = val_dataloader = lambda self: loader
+for asks, given in ((Asks(), [loader]), (Asks(), [loader, loader]), (Loads(), [])):
+    pl.Trainer(max_epochs=1, **quiet).fit(asks, *given)
+    own = isinstance(asks, Loads)
+    val = asks if own else given[1] if len(given) == 2 else None
+    assert asks.found[:4] == (2, "train_dataloader", own, val is not None), asks.found
+    assert asks.found[4] is (val or asks), asks.found
+
 # what would be chosen
 chosen = _AcceleratorConnector(accelerator="cpu", devices=3, plugins=TorchCheckpointIO())
 assert (chosen._accelerator_flag, chosen._devices_flag, chosen.is_distributed) == ("cpu", 3, True)
