@@ -548,6 +548,11 @@ asked |= {"update_attr": False, "early_stop_threshold": None}  # the loss may fa
 found = pl.tuner.Tuner(pl.Trainer(**plain)).lr_find(tested, **asked)
 assert torch.allclose(torch.tensor(found.results["lr"]), 0.01 * 100 ** torch.tensor([0, 0.5, 0.75, 1])), found.results
 assert abs(found.results["loss"][0] - first / 1.98) < 1e-5, (found.results, first)
+four = DataLoader(torch.ones(4, 4))
+for epochs, steps in ((1, 4), (2, 8), (-1, 10), (None, 10)):
+    limited = pl.tuner.Tuner(pl.Trainer(**plain | {"max_epochs": epochs}))
+    rates = limited.lr_find(Net(), four, **asked | {"num_training": 10}).results["lr"]
+    assert len(rates) == steps, (epochs, rates)
 found.results = {"lr": [1.0, 2.0, 20.0, 30.0], "loss": [4.0, 3.0, -4.0, 5.0]}
 assert found.suggestion(skip_begin=0) == 1.0 and found.suggestion(skip_begin=9) is None
 
