@@ -185,7 +185,7 @@ def _evaluation_loop(trainer: Trainer) -> EvaluationLoop:
     return TestLoop(trainer) if trainer.state.fn == "test" else ValidationLoop(trainer)
 
 
-class DataSource:
+class LoaderSource:
     """What ``_data_source`` of a loop answers: where the loaders of a stage come from.
 
     Attributes:
@@ -215,7 +215,7 @@ class DataSource:
 
 
 def _data_source(stage: str) -> Read:
-    return lambda trainer: DataSource(trainer, stage), "trainer.train_dataloader and trainer.num_val_batches"
+    return lambda trainer: LoaderSource(trainer, stage), "trainer.train_dataloader and trainer.num_val_batches"
 
 
 _LIMITS: dict[str, Read] = {
