@@ -43,7 +43,7 @@ class Errors:
                 "" if loader is None else f"pass {loader.epoch} over the data",
                 owner.strategy,
                 prepared.models,
-                [one.optimizer for one in prepared.optimizers],
+                [one.optimizer for one in prepared.live_optimizers],
                 None if total is None else max(1, total // owner.strategy.num_data_ranks),
                 state.num_steps,
                 training=bool(prepared.trained) and (model is None or model.module.training),

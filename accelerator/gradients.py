@@ -109,7 +109,7 @@ class Gradients:
     def unscale(self, optimizer: Any) -> None:
         """Divide gradients by the fp16 loss scale; see :meth:`.accelerator.Accelerator.unscale_gradients`."""
         if self.state.sync_gradients:
-            given = self.prepared.optimizers if optimizer is None else optimizer
+            given = self.prepared.live_optimizers if optimizer is None else optimizer
             for one in given if isinstance(given, (list, tuple)) else [given]:
                 self.state.window.settle(one)
 
@@ -125,7 +125,7 @@ class Gradients:
                     owners[id(placement)], strategy, parameter = placement, placement.strategy, own
                     break
             found.append(parameter)
-        for optimizer in self.prepared.optimizers:
+        for optimizer in self.prepared.live_optimizers:
             if not optimizer.placements or any(id(one) in owners for one in optimizer.placements):
                 self.state.window.settle(optimizer)
         return found, strategy
@@ -142,7 +142,7 @@ class Gradients:
         This can happen if gradients are accumulated, scaled, weighted by items or sharded. All live objects are
         searched only if a model has no prepared optimizer, so a correct script does not pay for the search.
         """
-        state, optimizers = self.state, self.prepared.optimizers
+        state, optimizers = self.state, self.prepared.live_optimizers
         unfinished = state.num_steps > 1 or state.window.by_items or self._is_scaled
         for one in optimizers if unfinished else ():
             one.refuse_others(self._why())
@@ -182,7 +182,7 @@ class Gradients:
         processes = self.strategy.num_data_ranks
         if processes == 1:
             return
-        apart = [type(one.optimizer).__name__ for one in self.prepared.optimizers if one.placement is None]
+        apart = [type(one.optimizer).__name__ for one in self.prepared.live_optimizers if one.placement is None]
         if apart or not self.prepared.trained:
             what = f"{apart[0]} has no parameter of a prepared model" if apart else "no model was prepared"
             messages.warn_once(

@@ -57,6 +57,9 @@ class Prepared:
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
+        optimizers: the optimizers that saved states contain.
+        alive: every prepared optimizer that still exists, keyed by its ID. It steps even if states leave it out.
+        unsaved: IDs of the modules that saved states leave out.
         rng_types: RNG states that process 0 broadcasts to all processes when a pass over a loader begins.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
@@ -78,12 +81,14 @@ class Prepared:
     rng_types: Sequence[str]
     placements: dict[int, PreparedModel] = field(default_factory=dict)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    alive: weakref.WeakValueDictionary[int, AcceleratedOptimizer] = field(default_factory=weakref.WeakValueDictionary)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     seed: int | None = None
     loader_kind: Callable[..., PreparedLoader] = PreparedLoader
     optimizer_kind: Callable[..., AcceleratedOptimizer] = AcceleratedOptimizer
     scheduler_kind: Callable[..., AcceleratedScheduler] = AcceleratedScheduler
+    unsaved: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._connect()
@@ -102,13 +107,14 @@ class Prepared:
         self.gradient_state.explain = partial(self.errors.explain, None)
         for placement in self.placements.values():
             placement.explain_with(self.errors.explain)
-        for optimizer in self.optimizers:
+        for optimizer in self.live_optimizers:
             optimizer.explain = partial(self.errors.explain, optimizer.placement)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state, including models, gradients waiting for an optimizer step, and loader positions."""
         return vars(self) | {
             "errors": None,
+            "alive": None,
             "placements": list(self.placements.values()),
             "positions": [loader.state_dict() for loader in self.loaders],
         }
@@ -117,6 +123,7 @@ class Prepared:
         vars(self).update(state)
         positions = vars(self).pop("positions")
         self.placements = {id(one.module): one for one in state["placements"]}
+        self.alive = weakref.WeakValueDictionary({id(one): one for one in self.optimizers})
         self.strategy.setup_environment()
         for loader, position in zip(self.loaders, positions, strict=True):
             loader.gradient_state = self.gradient_state
@@ -129,6 +136,24 @@ class Prepared:
     def models(self) -> list[nn.Module]:
         """The models in order of preparation."""
         return [one.module for one in self.placements.values()]
+
+    @property
+    def saved_models(self) -> list[nn.Module]:
+        """The models that saved states contain."""
+        return [module for module in self.models if id(module) not in self.unsaved]
+
+    def leave_out(self, model: nn.Module) -> None:
+        """Leave a model out of saved states; forget it if no prepared optimizer trains it."""
+        placement = self.placements[id(model)]
+        if any(placement in one.placements for one in self.live_optimizers):
+            self.unsaved.add(id(model))
+        else:
+            del self.placements[id(model)]
+
+    @property
+    def live_optimizers(self) -> list[AcceleratedOptimizer]:
+        """The prepared optimizers that still exist, in order of preparation."""
+        return list(self.alive.values())
 
     @property
     def trained(self) -> list[PreparedModel]:
@@ -154,7 +179,7 @@ class Prepared:
         for placement in self.trained:
             restore(placement.module)
             placement.strategy.teardown()
-        for kept in (self.placements, self.optimizers, self.schedulers, self.loaders):
+        for kept in (self.placements, self.unsaved, self.optimizers, self.alive, self.schedulers, self.loaders):
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
@@ -167,7 +192,7 @@ class Prepared:
     def observe(self, observers: Sequence[OwnLoop]) -> None:
         """Set the observers that time everything that is or will be prepared."""
         self.gradient_state.observers = observers
-        for one in (*self.placements.values(), *self.optimizers):
+        for one in (*self.placements.values(), *self.live_optimizers):
             one.observe(observers)
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
@@ -195,14 +220,14 @@ class Prepared:
     def _bind(self) -> None:
         """Bind the models that are new or have new optimizers."""
         for model in [one for one in self.placements.values() if not one.bound]:
-            own = [one.optimizer for one in self.optimizers if one.placement is model]
+            own = [one.optimizer for one in self.live_optimizers if one.placement is model]
             if own and not model.frozen:
                 model.strategy.setup_optimizers(own)
             model.bind(self.gradient_state.observers)
             self.gradient_state.models_changed()
         for observer in self.gradient_state.observers:
             observer.measure_communication()
-        self.strategy.precision.setup_optimizers([one.optimizer for one in self.optimizers])
+        self.strategy.precision.setup_optimizers([one.optimizer for one in self.live_optimizers])
 
     def _knows(self, module: nn.Module) -> bool:
         return is_prepared(module) or id(module) in self.placements
@@ -227,7 +252,7 @@ class Prepared:
         prepared = PreparedModel(model, strategy, evaluation, self.output_dtype, compile_with, self.errors.explain)
         prepared.set_up(self.device_placement if place is None else place)
         self.placements[id(model)] = prepared
-        for optimizer in self.optimizers:
+        for optimizer in self.live_optimizers:
             if prepared.adopt(optimizer.optimizer):
                 optimizer.belongs_to([*optimizer.placements, prepared])
                 optimizer.explain = partial(self.errors.explain, optimizer.placement)
@@ -272,6 +297,7 @@ class Prepared:
         wrapper.explain = partial(self.errors.explain, placement)
         wrapper.observe(self.gradient_state.observers)
         self.optimizers.append(wrapper)
+        self.alive[id(wrapper)] = wrapper
         self.gradient_state.trains = True
         return wrapper
 
@@ -280,14 +306,18 @@ class Prepared:
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         inner = getattr(scheduler, "optimizer", None)
-        owners = [one for one in self.optimizers if one is inner or one.optimizer is inner]
+        owners = [one for one in self.live_optimizers if one is inner or one.optimizer is inner]
         if inner is not None and not owners:
             messages.warn_once(
                 f"{type(scheduler).__name__} was prepared, but its optimizer was not, so the scheduler advances with "
                 "all prepared optimizers. Pass its optimizer to prepare as well."
             )
         wrapper = self.scheduler_kind(
-            scheduler, owners or self.optimizers, self.gradient_state, self.step_scheduler_with_optimizer, self._times
+            scheduler,
+            owners or self.live_optimizers,
+            self.gradient_state,
+            self.step_scheduler_with_optimizer,
+            self._times,
         )
         self.schedulers.append(wrapper)
         return wrapper

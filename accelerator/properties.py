@@ -112,7 +112,7 @@ class AcceleratorProperties(Processes):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer skipped its last step because fp16 gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.live_optimizers)
 
     # ---- parallelism ------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class States:
 
         def call(path: str) -> None:
             for hook in hooks:
-                hook(self.contents.prepared.models, listed, path)
+                hook(self.contents.prepared.saved_models, listed, path)
 
         files.written_by(call)
         kept = {id(state) for state in listed}
@@ -128,7 +128,7 @@ class States:
         reader = next((one.strategy for one in self.contents.prepared.placements.values()), strategy)
         checkpoint = sharded_folder.together(strategy, "read", lambda: read(state, strategy=reader))
         wrong = self._settled_files(state, checkpoint)
-        models = self.contents.prepared.models
+        models = self.contents.prepared.saved_models
         hooks = list(self.before_load.values())
         sharded_folder.together(strategy, "loaded", lambda: [hook(models, str(state.parent)) for hook in hooks])
         newer = strategy.broadcast(newer_of_its_run(state) if strategy.is_global_zero else None)

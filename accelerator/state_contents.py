@@ -17,6 +17,7 @@ from ..checkpoint.sharded_folder import together
 from ..processes import seed
 from ..torch_private import is_in_parts
 from .loader_positions import FirstUse, LoadedPosition
+from .schedulers import AcceleratedScheduler
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -61,6 +62,8 @@ class Contents:
         weights: Weights = {}
         left_out: dict[int, list[str]] = {}
         for index, placement in enumerate(self.prepared.placements.values()):
+            if id(placement.module) in self.prepared.unsaved:
+                continue
             state = placement.strategy.model_state(placement.module)
             if only_trainable:
                 frozen = {name for name, p in _parameters(placement.module) if not p.requires_grad}
@@ -89,7 +92,7 @@ class Contents:
             "optimizer_states": [
                 one.strategy.optimizer_state(_module_of(one), one.optimizer) for one in self.prepared.optimizers
             ],
-            "lr_schedulers": [one.scheduler.state_dict() for one in self.prepared.schedulers],
+            "lr_schedulers": [one.state_dict() for one in self.prepared.schedulers],
             "paceline": {
                 "format": FORMAT,
                 "versions": versions(),
@@ -104,7 +107,7 @@ class Contents:
                     "iteration": self.project.iteration,
                     "seed": self.prepared.seed,
                     "models": models,
-                    "schedulers": [type(one.scheduler).__name__ for one in self.prepared.schedulers],
+                    "schedulers": [type(_inner(one)).__name__ for one in self.prepared.schedulers],
                     "loaders": len(self.prepared.loaders),
                     "custom": [
                         {"class": type(one).__name__, "state": state}
@@ -125,7 +128,7 @@ class Contents:
             for values in list(one.optimizer.state.values())[:1]
             if isinstance(values, dict) and "step" in values
         ]
-        counts += [float(getattr(one.scheduler, "last_epoch", 0) or 0) for one in self.prepared.schedulers]
+        counts += [float(getattr(_inner(one), "last_epoch", 0) or 0) for one in self.prepared.schedulers]
         return int(max(counts, default=self.windows.state.step // max(self.windows.state.num_steps, 1)))
 
     def _custom_states(self) -> list[Any]:
@@ -247,7 +250,7 @@ class Restored:
                     "prepare in the same order."
                 )
         schedulers = self.checkpoint.get("lr_schedulers", [])
-        inner = [one.scheduler for one in self.prepared.schedulers]
+        inner = [_inner(one) for one in self.prepared.schedulers]
         self._compare_counts("scheduler", schedulers, inner, own.get("schedulers", []))
         loaders = range(own.get("loaders", 0))
         self._compare_counts("loader", loaders, self.prepared.loaders, [])
@@ -285,7 +288,7 @@ class Restored:
         for one, state in zip(self.prepared.optimizers, self.checkpoint.get("optimizer_states", []), strict=False):
             one.strategy.load_optimizer_state(_module_of(one), one.optimizer, state)
         for one, state in zip(self.prepared.schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
-            one.scheduler.load_state_dict(state)
+            one.load_state_dict(state)
         restore_precision(self.strategy.precision, self.section.get("precision"))
         if not self.own_section:
             return
@@ -372,6 +375,11 @@ class Restored:
         lacking = without_entry(self.ranks, strategy.world_size)
         if lacking:
             self.derived.append(f"the RNG states of {lacking} (seeded from rank 0's state and the rank)")
+
+
+def _inner(scheduler: Any) -> Any:
+    """Return the scheduler in a prepared one. Programs written for Accelerate may register one that is not prepared."""
+    return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
 
 def _tell_position(index: int, loaded: LoadedPosition) -> None:

@@ -114,7 +114,7 @@ class OwnLoop:
     @property
     def updates(self) -> int:
         """Number of updates so far, counted by the first optimizer."""
-        return next((optimizer.updates for optimizer in self.accelerator.prepared.optimizers), 0)
+        return next((optimizer.updates for optimizer in self.accelerator.prepared.live_optimizers), 0)
 
     # ---- while the Accelerator binds ---------------------------------------------------------------------------------
 

@@ -336,9 +336,9 @@ def _run(job: _Job) -> None:
     note_crash(folder / f"rank{rank}.crash")
     if job.start_method == "fork":
         _wait_for_all(folder, rank)
-    if job.relay is not None:
-        job.relay.enter(int(os.environ["LOCAL_RANK"]))
     try:
+        if job.relay is not None:
+            job.relay.enter(int(os.environ["LOCAL_RANK"]))
         work = job.work or _load_work(folder / "work.pt")
         result = work.function(*work.args)
         if rank == 0:

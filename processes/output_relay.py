@@ -178,8 +178,11 @@ def _rebind_log(streams: dict[int, Any]) -> None:
     loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
     for logger in loggers:
         for handler in list(getattr(logger, "handlers", ())):
-            if isinstance(handler, logging.StreamHandler) and id(handler.stream) in streams:
-                handler.stream = streams[id(handler.stream)]
+            old = getattr(handler, "stream", None)
+            new = streams.get(id(old))
+            if new is not None and isinstance(handler, logging.StreamHandler):
+                if new is not old:  # the stream of a handler that always uses sys.stderr cannot be set
+                    handler.stream = new
             elif type(handler).__module__.startswith("_pytest."):
                 logger.removeHandler(handler)  # type: ignore[reportAttributeAccessIssue]
 

@@ -66,7 +66,7 @@ class DataSource:
 
     def defined(self, stage: str) -> bool:
         """Return True if a stage has loaders."""
-        return self.given.get(stage) is not None or self._hook(stage) is not None
+        return self.given.get(stage) is not None or self.hook(stage) is not None
 
     def require(self, stage: str) -> None:
         """Raise if there are no loaders for a stage."""
@@ -77,15 +77,17 @@ class DataSource:
                 f"DataModule defines {HOOK[stage]}(). Pass a loader, or define the hook."
             )
 
-    def _hook(self, stage: str) -> Callable[[], Any] | None:
+    def hook(self, stage: str) -> Callable[[], Any] | None:
+        """Return the hook that creates a stage's loaders, if the DataModule or the module defines it."""
         run, name = self.run, HOOK[stage]
         found = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
         return found or overridden(run.trainer.training_module, name, TrainingModule)
 
-    def _load(self, stage: str) -> Any:
+    def load(self, stage: str) -> Any:
+        """Return the loaders that were passed, or those that the hook creates now."""
         if self.given.get(stage) is not None:
             return self.given[stage]
-        hook = self._hook(stage)
+        hook = self.hook(stage)
         loaders = self.require(stage) if hook is None else hook()
         if loaders is None:
             raise TypeError(f"{HOOK[stage]}() returned None. Return a DataLoader or another iterable of batches.")
@@ -107,7 +109,7 @@ class DataSource:
         if self.train_loader is None and not self._is_elsewhere:
             profiler = self.run.trainer.profiler
             with profiler.profile("setup_train_dataloader"):
-                given = profiler.loader_to_prepare(self._load("train"))
+                given = profiler.loader_to_prepare(self.load("train"))
                 if isinstance(given, CombinedLoader):  # counted although the next line may refuse it, as in Lightning
                     self.num_training_batches = count_batches(given, self.limit("train"), "train_dataloader")
                 loader = train_loader(given)
@@ -231,7 +233,7 @@ class DataSource:
         run = self.run
         if kind not in self.eval:
             with isolate_rng() if self.reloads() else nullcontext():  # a resumed run calls the hook in other epochs
-                loaders = eval_loaders(given := self._load(kind))
+                loaders = eval_loaders(given := self.load(kind))
             self._validation_until = self._keeps_validation_until()
             if run.trainer.overfit_batches and kind == "validate":
                 loaders = [self._in_order(loader, kind) for loader in loaders]

@@ -67,7 +67,9 @@ class EvalLoop:
         self.metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_MODE)
         if zero_grad and self.kind == "validate":
             self.switch("zero_grad")
-        with torch.inference_mode() if run.trainer.inference_mode else torch.no_grad():
+        # A module may train on what the validation of a fit has computed, which inference mode would forbid.
+        inference = run.trainer.inference_mode and run.state.fn != "fit"
+        with torch.inference_mode() if inference else torch.no_grad():
             self.switch("eval")
             try:
                 results = self.run_loaders(loaders, limits)

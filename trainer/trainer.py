@@ -123,7 +123,8 @@ class Trainer:
             warn instead of raising; if None, keep torch's setting.
         benchmark: let cuDNN benchmark its convolution algorithms and use the fastest
             (``torch.backends.cudnn.benchmark``); if None, keep torch's setting.
-        inference_mode: evaluate under ``torch.inference_mode`` if True, under ``torch.no_grad`` if False.
+        inference_mode: run ``validate``, ``test`` and ``predict`` under ``torch.inference_mode`` if True, under
+            ``torch.no_grad`` if False. The validation of a fit always runs under ``torch.no_grad``.
         use_distributed_sampler: give each process its own shard of the data; if False, leave all loaders unchanged.
         profiler: find out where time is spent: ``"doctor"`` (what is slow, why, and what to change), ``"simple"`` (a
             table of actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler

@@ -212,7 +212,11 @@ class LossCurve:
         exploded = self.threshold is not None and settled and not smooth <= self.threshold * self.best
         if step >= SETTLING:
             self.best = min(self.best, smooth)
-        return exploded or step >= self.found.num_training
+        return exploded or step >= self.found.num_training or self.ends_early()
+
+    def ends_early(self) -> bool:
+        """Return True if the test ends here although steps are left."""
+        return False
 
     def skip(self) -> bool:
         """Leave out a window without an update or without losses; return whether to stop."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, MutableSequence, Sequence
+from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
 from ... import messages
 from ...accelerator import accelerator
+from ...accelerator.prepare import Prepared
 from ...accelerator.schedulers import AcceleratedScheduler
 from ...accelerator.state_folders import Folders
 from ...checkpoint.storage import Location
@@ -37,6 +38,50 @@ class _Folders(Folders):
             "the script names and deletes states itself (automatic_checkpoint_naming is False)",
             total_limit=None if self.project.automatic_checkpoint_naming else self.project.total_limit,
         )
+
+
+class ModelList(MutableSequence[nn.Module]):
+    """The models that states contain. A model that is removed is left out of states, but can still be trained.
+
+    Args:
+        prepared: the prepared objects of an Accelerator.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+
+    def __len__(self) -> int:
+        return len(self._prepared.saved_models)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._prepared.saved_models[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        models: list[Any] = self._prepared.saved_models
+        models[index] = value
+        self.replace(models)
+
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
+        models = self._prepared.saved_models
+        del models[index]
+        self.replace(models)
+
+    def __repr__(self) -> str:
+        return repr(self._prepared.saved_models)
+
+    def insert(self, index: int, value: nn.Module) -> None:
+        """Add a model, behind the others if it is new."""
+        self.replace([*self, value])
+
+    def replace(self, models: Iterable[nn.Module]) -> None:
+        """Make these the models that states contain."""
+        wanted = list(models)
+        for model in self._prepared.saved_models:
+            if not any(model is one for one in wanted):
+                self._prepared.leave_out(model)
+        for model in wanted:
+            self._prepared.unsaved.discard(id(model))
+            self._prepared.model(model, place=False, evaluation=True)
 
 
 class Accelerator(accelerator.Accelerator):
@@ -201,10 +246,52 @@ class Accelerator(accelerator.Accelerator):
                 key="gradients are clipped once",
             )
 
+    # ---- what states contain: lists that programs read and change --------------------------------------------------
+
     @property
-    def _models(self) -> list[nn.Module]:
-        """All prepared models."""
-        return self.prepared.models
+    def _models(self) -> ModelList:
+        """The prepared models that states contain."""
+        return ModelList(self.prepared)
+
+    @_models.setter
+    def _models(self, models: Iterable[nn.Module]) -> None:
+        ModelList(self.prepared).replace(models)
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        """The prepared optimizers that states contain. An optimizer that a program removes here still steps."""
+        return self.prepared.optimizers
+
+    @_optimizers.setter
+    def _optimizers(self, optimizers: Iterable[Any]) -> None:
+        self.prepared.optimizers[:] = optimizers
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        """The schedulers that states contain."""
+        return self.prepared.schedulers
+
+    @_schedulers.setter
+    def _schedulers(self, schedulers: Iterable[Any]) -> None:
+        self.prepared.schedulers[:] = schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        """The prepared loaders, whose positions states contain."""
+        return self.prepared.loaders
+
+    @_dataloaders.setter
+    def _dataloaders(self, loaders: Iterable[Any]) -> None:
+        self.prepared.loaders[:] = loaders
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        """The objects of ``register_for_checkpointing``."""
+        return self.states.contents.objects
+
+    @_custom_objects.setter
+    def _custom_objects(self, objects: Iterable[Any]) -> None:
+        self.states.contents.objects[:] = objects
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate all processes' tensors (in nested lists, tuples and dicts) along the first dimension."""

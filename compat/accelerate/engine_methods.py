@@ -55,7 +55,7 @@ class EngineMethods:
                 "Prepare the model again: model = accelerator.prepare(model)."
             )
         placement = prepared.placement(model, asked)
-        return placement, [one for one in prepared.optimizers if one.placement is placement]
+        return placement, [one for one in prepared.live_optimizers if one.placement is placement]
 
     def save_checkpoint(
         self,

@@ -179,7 +179,8 @@ def _stateful(kind: type) -> type:
     def __reduce__(self: Any) -> Any:  # noqa: N807 - pickle cannot find the class by its name
         return _new_stateful, (kind,), self.__getstate__()
 
-    return type(kind.__name__, (kind, torchdatas), {"__module__": kind.__module__, "__reduce__": __reduce__})
+    names = {"__module__": kind.__module__, "__reduce__": __reduce__, "use_stateful_dataloader": True}
+    return type(kind.__name__, (kind, torchdatas), names)
 
 
 def _new_stateful(kind: type) -> Any:

@@ -80,6 +80,14 @@ class DataLoaderShard(PreparedLoader):
     def iteration(self, iteration: int) -> None:
         self.set_epoch(iteration)
 
+    #: Whether the loader is also a torchdata StatefulDataLoader.
+    use_stateful_dataloader = False
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The loader that yields the batches of all processes."""
+        return self.base
+
     def begin(self) -> None:
         """Record that a pass has begun, for code that reads the batches without iterating over this loader."""
         self.reset()

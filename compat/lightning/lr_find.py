@@ -14,6 +14,7 @@ def install() -> None:
     tests: Any = import_module("paceline.tuner.lr_range_test")
     tests.SETTLING = 1
     tests.LossCurve.head_start = 1
+    tests.LossCurve.ends_early = ends_early
     tests.RangeTest.rate = rate
     tests.LRFinder.suggestion = _suggesting(tests.LRFinder.suggestion)
 
@@ -24,6 +25,12 @@ def rate(test: Any, step: int) -> float:
     if test.mode == "linear":
         return test.min_lr + (test.max_lr - test.min_lr) * share
     return test.min_lr * (test.max_lr / test.min_lr) ** share
+
+
+def ends_early(curve: Any) -> bool:
+    """Return True at the end of the Trainer's last epoch: ``max_epochs`` limits the test too."""
+    trainer, state = curve.run.trainer, curve.run.state
+    return bool(trainer.is_last_batch) and 0 <= trainer.max_epochs <= state.epoch + 1
 
 
 def _suggesting(without: Callable[..., float | None]) -> Callable[..., float | None]:

@@ -14,12 +14,15 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from ... import messages
+from ...data.datamodule import DataModule
 from ...processes.accelerators import Accelerator, AcceleratorRegistry
 from ...processes.environments import ClusterEnvironment, LocalEnvironment
 from ...strategies.base import Strategy
 from ...strategies.choose import choose_strategy
 from ...strategies.precision.base import Precision
 from ...strategies.sync_batch_norm import TorchSyncBatchNorm
+from ...trainer import data_source
+from ...trainer.module import TrainingModule
 from ...trainer.plugins import sort_plugins
 from ...trainer.trainer import Trainer
 
@@ -182,6 +185,39 @@ def _evaluation_loop(trainer: Trainer) -> EvaluationLoop:
     return TestLoop(trainer) if trainer.state.fn == "test" else ValidationLoop(trainer)
 
 
+class LoaderSource:
+    """What ``_data_source`` of a loop answers: where the loaders of a stage come from.
+
+    Attributes:
+        instance: the loaders that were passed, or the module or DataModule that creates them.
+        name: the method that creates them.
+    """
+
+    def __init__(self, trainer: Trainer, stage: str) -> None:
+        self._source = source = trainer.current_run.source
+        self._stage, self.name = stage, data_source.HOOK[stage]
+        hook = source.hook(stage)
+        self.instance = source.given.get(stage)
+        if self.instance is None:
+            self.instance = trainer.training_module if hook is None else getattr(hook, "__self__", None)
+
+    def is_defined(self) -> bool:
+        """Return True if there are loaders."""
+        return self._source.defined(self._stage)
+
+    def is_module(self) -> bool:
+        """Return True if a module or DataModule creates the loaders."""
+        return isinstance(self.instance, (TrainingModule, DataModule))
+
+    def dataloader(self) -> Any:
+        """Return the loaders that were passed, or newly created ones."""
+        return self._source.load(self._stage)
+
+
+def _data_source(stage: str) -> Read:
+    return lambda trainer: LoaderSource(trainer, stage), "trainer.train_dataloader and trainer.num_val_batches"
+
+
 _LIMITS: dict[str, Read] = {
     name: (lambda trainer, name=name: getattr(trainer, name), f"trainer.{name}")
     for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")
@@ -248,6 +284,7 @@ class FitLoopView(View):
         "restarting": (lambda trainer: trainer.current_run.resumes, "trainer.ckpt_path"),
         "_combined_loader": (lambda trainer: trainer.train_dataloader, "trainer.train_dataloader"),
         "setup_data": (lambda trainer: trainer.current_run.source.train, "trainer.train_dataloader"),
+        "_data_source": _data_source("train"),
     }
 
 
@@ -279,6 +316,7 @@ class ValidationLoop(EvaluationLoop):
         "batch_progress": (lambda trainer: Progress(trainer.state.evaluated, trainer.state.evaluated), "batch_idx"),
         "verbose": (_prints_results, "the argument verbose of validate"),
         "_combined_loader": (lambda trainer: trainer.val_dataloaders, "trainer.val_dataloaders"),
+        "_data_source": _data_source("validate"),
     }
 
 
@@ -291,6 +329,7 @@ class TestLoop(EvaluationLoop):
         "max_batches": (lambda trainer: trainer.num_test_batches, "trainer.num_test_batches"),
         "verbose": (_prints_results, "the argument verbose of test"),
         "_combined_loader": (lambda trainer: trainer.test_dataloaders, "trainer.test_dataloaders"),
+        "_data_source": _data_source("test"),
     }
 
 
@@ -306,6 +345,7 @@ class PredictLoop(View):
         "current_batch_indices": (lambda trainer: trainer.current_batch_indices, "trainer.current_batch_indices"),
         "max_batches": (lambda trainer: trainer.num_predict_batches, "trainer.num_predict_batches"),
         "_combined_loader": (lambda trainer: trainer.predict_dataloaders, "trainer.predict_dataloaders"),
+        "_data_source": _data_source("predict"),
     }
 
 

@@ -13,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -517,3 +518,88 @@ def test_a_configuration_file_is_written_once(accelerate: Any, tmp_path: Path) -
     assert load_config_from_file(str(path)).to_dict() == {"mixed_precision": "bf16"}
     assert write_basic_config(save_location=str(path)) is False
     assert isinstance(accelerate.commands.config.default_config_file, str)
+
+
+# ---- the lists of prepared objects ---------------------------------------------------------------------------------
+
+
+def _prepared_five(accelerate: Any, folder: Path) -> tuple[Any, ...]:
+    accelerator = accelerate.Accelerator(cpu=True, project_dir=folder, gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return accelerator, *accelerator.prepare(model, optimizer, schedule, DataLoader(TensorDataset(LINES)))
+
+
+def _train(accelerator: Any, model: Any, optimizer: Any, schedule: Any, loader: Any) -> None:
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+def test_the_lists_of_prepared_objects_hold_what_states_contain(accelerate: Any, tmp_path: Path) -> None:
+    accelerator, model, optimizer, schedule, loader = _prepared_five(accelerate, tmp_path)
+    assert list(accelerator._models) == [model]
+    assert accelerator._optimizers == [optimizer]
+    assert accelerator._schedulers == [schedule]
+    assert accelerator._dataloaders == [loader]
+    meter = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
+    accelerator.register_for_checkpointing(meter)
+    assert accelerator._custom_objects == [meter]
+    accelerator._custom_objects.clear()
+    accelerator.free_memory()
+    assert not any(map(len, (accelerator._models, accelerator._optimizers, accelerator._schedulers)))
+
+
+def test_a_program_resumes_without_the_optimizer_and_trains_on(accelerate: Any, tmp_path: Path) -> None:
+    first = _prepared_five(accelerate, tmp_path)
+    _train(*first)
+    first[0].save_state(str(tmp_path / "state"))
+    accelerator, model, optimizer, schedule, loader = _prepared_five(accelerate, tmp_path)
+    accelerator._optimizers = []
+    accelerator._schedulers = []
+    accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(model.weight, first[1].weight)
+    assert not optimizer.state
+    assert schedule.get_last_lr() == [0.5]
+    before = model.weight.detach().clone()
+    _train(accelerator, model, optimizer, schedule, loader)
+    assert optimizer.state[model.weight]["step"] == 2
+    assert schedule.get_last_lr() == [pytest.approx(0.005)]
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_removed_optimizer_is_freed_and_a_removed_model_is_not_saved(accelerate: Any, tmp_path: Path) -> None:
+    accelerator, model, optimizer, schedule, _ = _prepared_five(accelerate, tmp_path)
+    teacher, frozen = nn.Linear(1, 2), accelerator.prepare_model(nn.Linear(1, 3), evaluation_mode=True)
+    teacher = accelerator.prepare(teacher)
+    accelerator._models.remove(teacher)
+    assert accelerator._models.pop() is frozen
+    assert list(accelerator._models) == [model]
+    accelerator._models.append(teacher)
+    accelerator._models = [one for one in accelerator._models if one is not teacher]
+    seen = list[Any]()
+    accelerator.register_save_state_pre_hook(lambda models, weights, _: seen.append((list(models), len(weights))))
+    accelerator.save_state(str(tmp_path / "state"))
+    assert seen == [([model], 1)]
+    found = weakref.ref(optimizer)
+    accelerator._optimizers.clear()
+    accelerator._schedulers.clear()
+    del optimizer, schedule
+    gc.collect()
+    assert found() is None
+
+
+def test_a_schedule_in_the_list_need_not_be_prepared(accelerate: Any, tmp_path: Path) -> None:
+    accelerator, _, optimizer, *_ = _prepared_five(accelerate, tmp_path)
+    plain = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
+    accelerator._schedulers.append(plain)
+    plain.step()
+    accelerator.save_state(str(tmp_path / "state"))
+    plain.step()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert plain.last_epoch == 1

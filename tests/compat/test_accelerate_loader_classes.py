@@ -216,6 +216,7 @@ def test_a_stateful_loader_is_torchdatas() -> None:
         loader = accelerator.prepare(DataLoader(data, 2))  # type: ignore[arg-type]
         assert isinstance(loader, stateful)
         assert isinstance(loader, PreparedLoader)
+        assert loader.use_stateful_dataloader
         iterator = iter(loader)
         seen = [next(iterator).tolist(), next(iterator).tolist()]
         other = accelerator.prepare(DataLoader(data, 2))  # type: ignore[arg-type]
@@ -233,6 +234,14 @@ def test_a_stateful_loader_is_torchdatas() -> None:
             assert isinstance(loader, one)
             assert rows(loader) == [[4, 5, 6, 7], [8, 9]]
             assert loader.state_dict()
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher, SkipDataLoader])
+def test_a_loader_created_by_hand_holds_a_plain_loader(kind: Any) -> None:
+    loader = kind(SAMPLES, batch_size=4)
+    assert type(loader.base_dataloader) is DataLoader
+    assert loader.base_dataloader.dataset is loader.dataset
+    assert not loader.use_stateful_dataloader
 
 
 def test_a_model_trains_on_a_shard_created_by_hand() -> None:

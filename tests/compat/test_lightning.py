@@ -548,6 +548,11 @@ asked |= {"update_attr": False, "early_stop_threshold": None}  # the loss may fa
 found = pl.tuner.Tuner(pl.Trainer(**plain)).lr_find(tested, **asked)
 assert torch.allclose(torch.tensor(found.results["lr"]), 0.01 * 100 ** torch.tensor([0, 0.5, 0.75, 1])), found.results
 assert abs(found.results["loss"][0] - first / 1.98) < 1e-5, (found.results, first)
+four = DataLoader(torch.ones(4, 4))
+for epochs, steps in ((1, 4), (2, 8), (-1, 10), (None, 10)):
+    limited = pl.tuner.Tuner(pl.Trainer(**plain | {"max_epochs": epochs}))
+    rates = limited.lr_find(Net(), four, **asked | {"num_training": 10}).results["lr"]
+    assert len(rates) == steps, (epochs, rates)
 found.results = {"lr": [1.0, 2.0, 20.0, 30.0], "loss": [4.0, 3.0, -4.0, 5.0]}
 assert found.suggestion(skip_begin=0) == 1.0 and found.suggestion(skip_begin=9) is None
 
@@ -630,6 +635,22 @@ says(lambda: setattr(trainer.fit_loop, "epoch_progress", 1), AttributeError, "on
 progress = trainer.fit_loop.epoch_progress.current
 says(lambda: setattr(progress, "completed", 3), AttributeError, "completed = 3", "pass ckpt_path to fit")
 assert sum("epoch_loop.batch_idx" in r.getMessage() for r in told) == 1
+
+# where loaders come from
+class Asks(Net):
+    def configure_optimizers(self):
+        loop = self.trainer.fit_loop
+        train, val = loop._data_source, loop.epoch_loop.val_loop._data_source
+        self.found = len(train.dataloader()), train.name, train.is_module(), val.is_defined(), val.instance
+        return super().configure_optimizers()
+class Loads(Asks):
+    train_dataloader = val_dataloader = lambda self: loader
+for asks, given in ((Asks(), [loader]), (Asks(), [loader, loader]), (Loads(), [])):
+    pl.Trainer(max_epochs=1, **quiet).fit(asks, *given)
+    own = isinstance(asks, Loads)
+    val = asks if own else given[1] if len(given) == 2 else None
+    assert asks.found[:4] == (2, "train_dataloader", own, val is not None), asks.found
+    assert asks.found[4] is (val or asks), asks.found
 
 # what would be chosen
 chosen = _AcceleratorConnector(accelerator="cpu", devices=3, plugins=TorchCheckpointIO())

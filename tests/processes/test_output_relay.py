@@ -55,6 +55,18 @@ def test_log_lines_of_ranks_come_through_a_handler_of_that_stream_and_messages_p
     assert sorted(out.getvalue().splitlines()) == ["logged", "logged", "told", "told"]
 
 
+@pytest.mark.parametrize("redirected", [False, True])
+def test_a_log_handler_that_finds_its_stream_itself_is_left_alone(redirected: bool) -> None:
+    out, log, handlers = io.StringIO(), logging.getLogger("dill"), type(logging.lastResort)
+    log.addHandler(handlers())  # as dill does, which datasets imports
+    try:
+        with contextlib.redirect_stderr(out) if redirected else contextlib.nullcontext():
+            assert start(lambda: log.warning("logged") or "done") == "done"
+    finally:
+        log.handlers.clear()
+    assert out.getvalue().splitlines() == (["logged", "logged"] if redirected else [])
+
+
 def test_a_stream_that_is_closed_holds_up_no_rank_and_is_reported() -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:

@@ -128,3 +128,21 @@ def test_inference_mode_holds_in_evaluation_only(entry: str, inference_mode: boo
     assert seen == [(inference_mode, False)]
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()
+
+
+def test_what_a_fits_validation_computes_can_be_trained_on_and_differentiated(quiet: dict[str, Any]) -> None:
+    class Caches(TinyModule):
+        cache: Any = None
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert not torch.is_grad_enabled()
+            self.cache = torch.ones(2)
+            with torch.enable_grad():
+                x = torch.ones(2, requires_grad=True)
+                assert torch.autograd.grad((x * x).sum(), x)[0].tolist() == [2, 2]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * (self.cache * loss).sum()
+
+    Trainer(**quiet, max_epochs=1).fit(Caches(), tiny_loader(batches=1), tiny_loader(batches=1))
