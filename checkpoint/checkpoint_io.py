@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from . import single_file, storage
+from .objects import is_trusted
 from .read import read
 
 
@@ -76,7 +77,7 @@ class TorchCheckpointIO(CheckpointIO):
         single_file.write(checkpoint, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
+        return read(path, "cpu" if map_location is None else map_location, trusted=is_trusted(weights_only))
 
     def remove_checkpoint(self, path: Any) -> None:
         storage.remove(path)

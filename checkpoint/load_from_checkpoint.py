@@ -42,7 +42,8 @@ def load_from_checkpoint(
         TypeError: if ``__init__`` needs an argument that is in neither the file nor ``kwargs``, or ``kwargs`` has an
             argument that ``__init__`` does not accept.
     """
-    checkpoint = read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
+    trusted = objects.is_trusted(weights_only)
+    checkpoint = read(path, "cpu" if map_location is None else map_location, trusted=trusted)
     is_module = issubclass(cls, nn.Module)
     if is_module and str(checkpoint.get("pytorch-lightning_version")).startswith("0."):
         _rename_hyperparameters(cls, checkpoint)
@@ -52,8 +53,8 @@ def load_from_checkpoint(
     if are_of_command_line(saved):
         make = partial(instantiate_module, cls, {**saved, **kwargs})
     else:
-        make = partial(cls, **_arguments(cls, checkpoint, kwargs, weights_only is False))
-    if weights_only is not False:
+        make = partial(cls, **_arguments(cls, checkpoint, kwargs))
+    if not trusted:
         _warn_of_objects(cls, checkpoint, {**saved, **kwargs})
     with seed.isolate_rng():
         made = make()
@@ -124,7 +125,7 @@ def _load_state_dict(module: Any, state: Mapping[str, Any], strict: bool) -> Any
     return module.load_state_dict(state, strict=strict)
 
 
-def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trusted: bool) -> dict[str, Any]:
+def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for ``cls``: the saved arguments, overridden by ``given``."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -147,7 +148,7 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
             f"load_from_checkpoint: {messages.unknown(f'argument of {cls.__name__}.__init__', unknown[0], known)}"
         )
     arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in named}
-    apart = [] if trusted else objects.names(objects.types_within(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY))
+    apart = objects.names(objects.types_within(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY))
     _must_be_complete(cls, named, arguments, list(saved), apart)
     return arguments
 

@@ -1,14 +1,18 @@
 """Store objects that are not plain data in a separate, pickled section, which is opened only for trusted files.
 
-Unpickling runs code that the file specifies (https://docs.python.org/3/library/pickle.html). A safe load reads the
-section as bytes and never unpickles it.
+Unpickling runs code that the file specifies (https://docs.python.org/3/library/pickle.html). A safe load opens only
+objects that consist of classes that the program has allowed (``torch.serialization.safe_globals``).
 """
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from .. import messages
 from .plain_data import plain
@@ -56,7 +60,7 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
         plain(value, "checkpoint" + "".join(f"[{key!r}]" for key in place.split("/", 1)))
     except TypeError as problem:
         try:
-            found[place] = {"type": _type_of(value), "pickled": pickle.dumps(value)}
+            found[place] = {"type": _type_of(value), "pickled": _pickled(value)}
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"{problem} It cannot be pickled either: {error}.") from error
         return True
@@ -102,16 +106,49 @@ def names(found: Mapping[str, str]) -> list[str]:
     return [f"{place} ({kind})" for place, kind in found.items()]
 
 
-def open_section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
-    """Unpickle a checkpoint's objects and put them back at their paths. This runs code that the file specifies.
+def is_trusted(weights_only: bool | None) -> bool:
+    """Return True if a caller's ``weights_only``, or torch's environment variable for None, allows any code to run."""
+    forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
+    return forced if weights_only is None else not weights_only
+
+
+def open_section(checkpoint: dict[str, Any], name: str, trusted: bool) -> dict[str, Any]:
+    """Put a checkpoint's objects back at their paths.
 
     Args:
         checkpoint: the checkpoint, which is changed in place and returned.
         name: name of the file.
+        trusted: whether to open all objects, which runs code that the file specifies. If False, only objects whose
+            classes the program has allowed are opened; the others stay in the section.
     """
-    for place, one in checkpoint.get("paceline", {}).get(SECTION, {}).items():
+    section = checkpoint.get("paceline", {}).get(SECTION, {})
+    for place, one in list(section.items()):
+        try:
+            value = _unpickled(one["pickled"], trusted)
+        except pickle.UnpicklingError:
+            if trusted:
+                raise
+            continue
+        del section[place]
         key, _, inner = place.partition("/")
         owner = checkpoint.setdefault(key, {}) if inner and key in _NESTED else checkpoint
-        owner[inner if owner is not checkpoint else place] = pickle.loads(one["pickled"])
-    messages.info_once(f"With weights_only=False, loading {name!r} runs code that it specifies.", key="code of a file")
+        owner[inner if owner is not checkpoint else place] = value
+    if trusted:
+        messages.info_once(
+            f"With weights_only=False, loading {name!r} runs code that it specifies.", key="code of a file"
+        )
     return checkpoint
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpickled(data: bytes, trusted: bool) -> Any:
+    if data.startswith(b"PK"):
+        return torch.load(io.BytesIO(data), weights_only=not trusted)
+    if not trusted:
+        raise pickle.UnpicklingError("This object was pickled without torch, so its classes cannot be checked.")
+    return pickle.loads(data)

@@ -428,11 +428,11 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
         uses = "without a module uses the best checkpoint of the last fit:" if best else "uses the checkpoint"
         messages.info(f"{request.fn}() {uses} {messages.path(path)}")
     if manifest.is_folder(path):
-        checkpoint = read(path, strategy=run.strategy, trusted=request.weights_only is False)
+        checkpoint = read(path, strategy=run.strategy, trusted=objects.is_trusted(request.weights_only))
     else:
         given = {} if request.weights_only is None else {"weights_only": request.weights_only}
         checkpoint = run.trainer.checkpoint_io.load_checkpoint(str(path), **given)
-    apart = objects.names(objects.types(checkpoint)) if request.weights_only is not False else []
+    apart = objects.names(objects.types(checkpoint))
     if apart:
         messages.info(
             f"{messages.path(path)} also contains objects ({messages.names(apart, last='and')}), which were not "

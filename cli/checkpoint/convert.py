@@ -54,7 +54,7 @@ def _load(file: str, trusted: bool) -> Any:
 
     try:
         contents = single_file.load(file, trusted=trusted)
-        return open_section(contents, file) if trusted and isinstance(contents, dict) else contents
+        return open_section(contents, file, trusted) if trusted and isinstance(contents, dict) else contents
     except (AttributeError, ImportError) as error:
         if isinstance(error, AttributeError) and "__main__" in str(error):
             raise RuntimeError(

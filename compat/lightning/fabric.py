@@ -18,6 +18,7 @@ from ...accelerator.accelerator import Accelerator
 from ...accelerator.optimizers import AcceleratedOptimizer
 from ...accelerator.process_state import forgotten
 from ...checkpoint import single_file
+from ...checkpoint.objects import is_trusted
 from ...loggers.base import Logger
 from ...processes.accelerators import AcceleratorRegistry
 from ...processes.device_transfer import move
@@ -442,7 +443,7 @@ class Fabric:
             The file's entries that are not in ``state``.
         """
         self.accelerator_of_loop.strategy.barrier("Fabric.load")
-        found = single_file.load(path, trusted=weights_only is False)
+        found = single_file.load(path, trusted=is_trusted(weights_only))
         if state is None:
             return found
         missing = [name for name in state if name not in found]
@@ -482,7 +483,7 @@ class Fabric:
         self, path: Any, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
     ) -> None:
         """Load a file that contains only the ``state_dict`` of a module or of an optimizer."""
-        self._load_state(original(obj), single_file.load(path, trusted=weights_only is False), strict)
+        self._load_state(original(obj), single_file.load(path, trusted=is_trusted(weights_only)), strict)
 
     # ---- callbacks, loggers ------------------------------------------------------------------------------------------
 

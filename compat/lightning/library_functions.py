@@ -22,6 +22,7 @@ from typing_extensions import Self
 
 from ... import messages
 from ...checkpoint.atomic_write import written_aside
+from ...checkpoint.objects import is_trusted
 from ...checkpoint.storage import is_remote, location
 from ...data.batches import batch_size_of
 from ...devices.kinds import CUDA_KIND
@@ -149,7 +150,7 @@ def is_local(path: str | os.PathLike[str]) -> bool:
 
 def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     """Call ``torch.load`` on a path, URL or file. Loads only tensors and plain data unless ``weights_only=False``."""
-    only_data = weights_only is not False
+    only_data = not is_trusted(weights_only)
     if hasattr(path_or_url, "read"):
         return _read(path_or_url, map_location, only_data)
     with get_filesystem(path_or_url).open(os.fspath(path_or_url), "rb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -258,6 +259,24 @@ def test_hyperparameters_that_are_objects_are_loaded_from_a_trusted_file_alone(t
     assert WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False).kept_loss.power == 3
     assert set(Loss.made) == {3}
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"] == {}
+
+
+def test_objects_whose_classes_the_program_allows_are_loaded_from_any_file(tmp_path: Path):
+    saved(WithLoss({"main": Loss(3), "weights": torch.ones(2)}), tmp_path / "x.ckpt")
+    with torch.serialization.safe_globals([Loss]):
+        loss = WithLoss.load_from_checkpoint(tmp_path / "x.ckpt").kept_loss
+    assert (loss["main"].power, loss["weights"].tolist()) == (3, [1, 1])
+
+
+@pytest.mark.parametrize(("weights_only", "loaded"), [(None, True), (False, True), (True, False)])
+def test_torchs_variable_decides_where_the_program_does_not(
+    weights_only: bool | None, loaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    saved(WithDefault(Loss(3)), tmp_path / "x.ckpt")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with nullcontext() if loaded else pytest.warns(UserWarning, match="loads the checkpoint without its"):
+        found = WithDefault.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=weights_only)
+    assert isinstance(found.kept_loss, Loss) is loaded
 
 
 class WithDefault(TinyModule):
