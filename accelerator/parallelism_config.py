@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import messages
 from ..settings import fill
@@ -198,7 +199,7 @@ class ParallelismConfig:
         if not self.active_mesh_dims:
             return None
         sizes = tuple(self.size(dim) for dim in self.active_mesh_dims)
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(self.active_mesh_dims))
+        mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=tuple(self.active_mesh_dims))
         for name, dims in (
             ("dp", self.dp_dim_names),
             ("dp_shard_cp", self.dp_shard_cp_dim_names),

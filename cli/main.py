@@ -30,7 +30,7 @@ COMMANDS = {
 }
 _GROUPS = {"checkpoint": "list, verify, prune and convert checkpoints"}
 #: Commands of Accelerate that Paceline does not need.
-_NOT_HERE = {
+NOT_HERE = {
     "to-fsdp2": "Paceline uses FSDP 2, and reads Accelerate's FSDP 1 settings files unchanged: paceline launch "
     "--config_file FILE train.py",
     "tpu-config": "Paceline does not run commands on all machines of a TPU pod. Instead, run paceline launch --tpu on "
@@ -46,8 +46,8 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. If ``arguments`` is None, ``sys.argv`` is used."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in _NOT_HERE:
-        messages.error(f"paceline {words[0]}: {_sentence(_NOT_HERE[words[0]])}.")
+    if words and words[0] in NOT_HERE:
+        messages.error(f"paceline {words[0]}: {_sentence(NOT_HERE[words[0]])}.")
         return FAILED
     parsed = _parser(next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None))
     found, unknown = parsed.parse_known_args(words)

@@ -16,8 +16,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.epilog = "Starts the same processes as paceline launch and exits with status 0 if all checks pass."
 
 
-def run(arguments: Namespace) -> int:
-    """Run the self-check; return 0, or 1 if a check failed."""
+def run(arguments: Namespace, replace: bool = True) -> int:
+    """Run the self-check; return 0, or 1 if a check failed.
+
+    ``replace`` specifies whether the self-check may replace this process if it runs as a single process.
+    """
     refuse(arguments)
     settings = resolve(flags=given(arguments), config_file=arguments.config_file, door="paceline test")
-    return start(Script("module", f"{__package__}.self_check", []), settings, arguments)
+    return start(Script("module", f"{__package__}.self_check", []), settings, arguments, replace)

@@ -47,8 +47,8 @@ def _module(command: str) -> Any:
     return import_module(f"{package}.cli.{command.replace('-', '_')}")
 
 
-def _run(command: str, arguments: Namespace) -> None:
-    status = _module(command).run(arguments)
+def _run(command: str, arguments: Namespace, **given: Any) -> None:
+    status = _module(command).run(arguments, **given)
     if status:
         raise SystemExit(status)
 
@@ -145,7 +145,27 @@ def test_command_parser(subparsers: Any = None) -> ArgumentParser:  # noqa: PT02
 
 def test_command(args: Namespace) -> None:
     """Check that this machine trains correctly."""
-    _run("test", args)
+    _run("test", args, replace=False)
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """Return the parser of ``accelerate to-fsdp2``, which only says what to run instead."""
+    return _parser_of_absent("to-fsdp2", subparsers)
+
+
+def tpu_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """Return the parser of ``accelerate tpu-config``, which only says what to run instead."""
+    return _parser_of_absent("tpu-config", subparsers)
+
+
+def _parser_of_absent(command: str, subparsers: Any) -> ArgumentParser:
+    def explain(args: Namespace) -> None:
+        raise NotImplementedError(f"`accelerate {command}` is not available: {_module('main').NOT_HERE[command]}.")
+
+    name = f"accelerate {command}" if subparsers is None else command
+    parser = (ArgumentParser if subparsers is None else subparsers.add_parser)(name)
+    parser.set_defaults(func=explain)
+    return parser
 
 
 def main() -> None:

@@ -55,6 +55,27 @@ def has_repeated_blocks(module: nn.Module) -> bool:
     return any(map(is_repeated_blocks, module.modules()))
 
 
+def get_model_tp_size(model: Any) -> int | None:
+    """Return the number of processes across which transformers has split a model's layers; None if it has not."""
+    size = getattr(model, "tp_size", None)
+    if size is not None:
+        return size
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    return config.get("tp_size") if isinstance(config, Mapping) else getattr(config, "tp_size", None)
+
+
+def _refuse_recurrent_layers_under_sequence_parallelism(model: Any) -> None:
+    """Raise a ValueError if a model of transformers has layers that need more than a part of a sequence."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    recurrent = {str(kind) for kind in getattr(text, "layer_types", None) or () if "linear" in str(kind)}
+    if recurrent:
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers ({', '.join(sorted(recurrent))}), which need the state of "
+            "the parts of a sequence that are on other processes. Use another model, or do not split its sequences."
+        )
+
+
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
     """Return the names that are not a dotted prefix of another name."""
     inner = {name.rpartition(".")[0] for name in module_sizes if name}

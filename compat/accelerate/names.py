@@ -88,10 +88,10 @@ _PLACES = {
         "ProfilerActivity SharedDict TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT ThreadLocalSharedDict chained_operation "
         "check_cuda_p2p_ib_support check_device_same deepspeed_required disable_fsdp_ram_efficient_loading do_nothing "
         "enable_fsdp_ram_efficient_loading filter_linear_layers find_first_last_linear_layers gather_tensor_shape "
-        "get_cpu_distributed_information get_free_port get_gpu_info get_module_class_from_name get_module_leaves "
-        "get_parameter_device get_parameters_from_modules get_shape has_repeated_blocks is_repeated_blocks "
-        "move_to_device override_numa_affinity patch_optimizer_step set_numa_affinity test_launch torch_version "
-        "torchao_required verify_operation"
+        "get_cpu_distributed_information get_free_port get_gpu_info get_model_tp_size get_module_class_from_name "
+        "get_module_leaves get_parameter_device get_parameters_from_modules get_shape has_repeated_blocks "
+        "is_repeated_blocks move_to_device override_numa_affinity patch_optimizer_step set_numa_affinity test_launch "
+        "torch_version torchao_required verify_operation"
     ),
     "compat.accelerate.environment": (
         "are_libraries_initialized check_os_kernel clear_environment compare_versions convert_dict_to_env_variables "
@@ -202,12 +202,10 @@ _LEFT_OUT = {
         "gather_data verify_on_hub"
     ),
     "Paceline reads FSDP 1 configuration files unchanged": (
-        "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING convert_config_to_fsdp2 load_config to_fsdp2_command "
-        "to_fsdp2_command_parser"
+        "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING convert_config_to_fsdp2 load_config to_fsdp2_command"
     ),
     "Paceline does not start jobs on SageMaker or TPU pods. Run `paceline launch` on those machines": (
-        "SageMakerConfig get_sagemaker_input sagemaker_launcher tpu_command_launcher tpu_command_parser tpu_launcher "
-        "tpu_pod_launcher"
+        "SageMakerConfig get_sagemaker_input sagemaker_launcher tpu_command_launcher tpu_launcher tpu_pod_launcher"
     ),
     "Run `paceline test`": "test_ops test_script test_sync",
     "This function compares Accelerate's own examples with each other. Compare files with difflib": (
@@ -249,9 +247,7 @@ _LEFT_OUT = {
     "An Accelerator creates its own scaler and autocast. Use accelerator.backward(loss) and accelerator.autocast()": (
         "get_grad_scaler get_mixed_precision_context_manager"
     ),
-    "Split layers with Accelerator(parallelism_config=ParallelismConfig(tp_size=...))": (
-        "TorchTensorParallelPlugin get_model_tp_size"
-    ),
+    "Split layers with Accelerator(parallelism_config=ParallelismConfig(tp_size=...))": ("TorchTensorParallelPlugin"),
 }
 _REQUIREMENTS = {
     name for module in SURFACE if ".test_utils" in module for name in SURFACE[module].split() if name[:8] == "require_"
@@ -263,10 +259,11 @@ _ONLY_IN = {
             "BaseConfig ClusterConfig cache_dir config_command config_command_parser default_json_config_file "
             "default_yaml_config_file env_command env_command_parser estimate_command estimate_command_parser "
             "get_config_parser hf_cache_home launch_command launch_command_parser main merge_command "
-            "merge_command_parser multi_gpu_launcher simple_launcher test_command test_command_parser DYNAMO_BACKENDS "
-            "_validate_launch_command"
+            "merge_command_parser multi_gpu_launcher simple_launcher test_command test_command_parser "
+            "to_fsdp2_command_parser tpu_command_parser DYNAMO_BACKENDS _validate_launch_command"
         ),
     },
+    "big_modeling": {"compat.accelerate.details": "_refuse_recurrent_layers_under_sequence_parallelism"},
     "utils": {"compat.accelerate.commands": "prepare_multi_gpu_env prepare_simple_launcher_cmd_env"},
     "test_utils": {
         "compat.accelerate.testing": (

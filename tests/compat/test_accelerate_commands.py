@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from paceline.accelerator.plugins import GradientAccumulationPlugin
 from paceline.accelerator.process_state import AcceleratorState, PartialState
+from paceline.cli import test as self_check
 from paceline.compat.accelerate import commands, deepspeed, details, testing
 from paceline.compat.accelerate.accelerator import Accelerator
 
@@ -91,6 +92,40 @@ def test_commands_can_be_added_to_a_parser() -> None:
         add(places)
     assert top.parse_args(["env"]).func is commands.env_command
     assert top.parse_args(["launch", "-m", "package", "--epochs", "3"]).training_script_args == ["--epochs", "3"]
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_self_check_lets_the_program_continue(replace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr("subprocess.call", lambda command: started.append(False) or 0)
+    monkeypatch.setattr("os.execvp", lambda *command: started.append(True))
+    args = commands.test_command_parser().parse_args(["--cpu", "--num_processes", "1"])
+    if replace:
+        self_check.run(args)
+    else:
+        commands.test_command(args)
+    assert started[0] is replace
+
+
+@pytest.mark.parametrize("command", ["to_fsdp2", "tpu"])
+def test_commands_that_are_not_here_have_parsers_that_say_what_to_run(command: str) -> None:
+    args = getattr(commands, f"{command}_command_parser")().parse_args([])
+    with pytest.raises(NotImplementedError, match="paceline launch"):
+        args.func(args)
+
+
+def test_the_split_of_a_model_of_transformers_is_read() -> None:
+    model: Any = nn.Linear(1, 1)
+    assert details.get_model_tp_size(model) is None
+    model.config = SimpleNamespace(distributed_config={"tp_size": 8})
+    assert details.get_model_tp_size(model) == 8
+    model.tp_size = 2
+    assert details.get_model_tp_size(model) == 2
+    model.config = SimpleNamespace(layer_types=["full_attention"])
+    details._refuse_recurrent_layers_under_sequence_parallelism(model)
+    model.config.layer_types.append("linear_attention")
+    with pytest.raises(ValueError, match="linear_attention"):
+        details._refuse_recurrent_layers_under_sequence_parallelism(model)
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
