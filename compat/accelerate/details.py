@@ -66,7 +66,7 @@ def get_model_tp_size(model: Any) -> int | None:
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: Any) -> None:
     """Raise a ValueError if a model of transformers has layers that need more than a part of a sequence."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     recurrent = {str(kind) for kind in getattr(text, "layer_types", None) or () if "linear" in str(kind)}
     if recurrent:
