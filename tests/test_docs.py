@@ -397,7 +397,7 @@ def test_the_host_exchanges_in_an_epoch_what_the_table_says(tmp_path: Path) -> N
 
     plain = each_epoch()
     seen = {
-        "a training epoch's end": plain,
+        "a training epoch": plain,
         "a validation": each_epoch(validates=True) - plain,
         "a checkpoint": each_epoch(saves=True) - plain,
     }
