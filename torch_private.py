@@ -266,13 +266,17 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def ignore_as_in(module: nn.Module, wrapper: nn.Module, prefix: str) -> None:
-    """Make ``DistributedDataParallel`` ignore the parameters and buffers in ``wrapper`` that it would in ``module``.
+def ignored_by_ddp(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters and buffers that ``DistributedDataParallel`` is to ignore in a module.
 
-    If torch renames the attribute, it averages the gradients of these parameters too.
+    If torch renames the attribute, this returns none.
     """
-    if names := getattr(module, "_ddp_params_and_buffers_to_ignore", ()):
-        vars(wrapper)["_ddp_params_and_buffers_to_ignore"] = [f"{prefix}.{name}" for name in names]
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """Make ``DistributedDataParallel`` ignore these parameters and buffers of a module."""
+    vars(module)["_ddp_params_and_buffers_to_ignore"] = list(names)
 
 
 def time_every_step(wrapped: Any) -> None:

@@ -142,6 +142,8 @@ class Contents:
         placements = list(self.prepared.placements.values())
         sums = [_fingerprint(state) for state in custom]
         first = strategy.broadcast(sums)
+        for one in self.prepared.trained:
+            one.strategy.check_replicas(one.module)
         return {
             "rank": strategy.global_rank,
             "data_rank": strategy.data_rank,

@@ -213,7 +213,7 @@ class Trackers(list[GeneralTracker]):
 
         Args:
             values: numbers, single-element tensors, and other values that the trackers support. Paceline's trackers
-                skip None.
+                skip None. All processes must call this if a value comes from a sharded tensor (a norm under FSDP).
             step: position on the x-axis.
             log_kwargs: additional arguments for :meth:`GeneralTracker.log`, keyed by tracker name.
 

@@ -183,11 +183,13 @@ class EarlyStopping(Callback):
     def _value(self, trainer: Trainer) -> Tensor | None:
         """Return the metric as a scalar on the CPU, or None to skip this check. This waits for the device."""
         metrics, strategy = trainer.callback_metrics, trainer.strategy
-        if self.monitor in metrics:
-            value = metrics[self.monitor].detach().squeeze()
-            if strategy.world_size > 1:  # each process may have its own, but a checkpoint keeps the state of only one
-                value = strategy.reduce(value.to(strategy.device), "mean")
-            return value.cpu()
+        own = metrics[self.monitor].detach().squeeze().cpu() if self.monitor in metrics else None
+        if strategy.world_size > 1:  # each process may have its own value, but a checkpoint keeps the state of only one
+            found = [value for value in strategy.gather_objects(own) if value is not None]
+            differ = any(value != found[0] for value in found)
+            own = torch.stack(found).double().mean().to(found[0].dtype) if differ else found[0] if found else None
+        if own is not None:
+            return own
         text = never_logged("EarlyStopping", self.monitor, metrics, trainer.enable_validation)
         may_come = trainer.enable_validation and not self._validated
         if self.strict and not may_come:

@@ -17,7 +17,7 @@ def converted(contents: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     """Convert a file's contents to a checkpoint of plain data; also return the names of objects with no plain form.
 
     A module becomes its ``state_dict``, a Namespace becomes a dict, and a numpy array becomes a tensor. If the file is
-    a checkpoint, other objects go to the section that only ``weights_only=False`` opens; see :mod:`.objects`.
+    a checkpoint, other objects go to a section of their own; see :mod:`.objects`.
 
     Raises:
         TypeError: if the file contains neither a dict nor a module, or an object cannot be pickled.

@@ -1,4 +1,4 @@
-"""Store objects that are not plain data in a separate, pickled section, which is opened only for trusted files.
+"""Store objects that are not plain data in a separate, pickled section.
 
 Unpickling runs code that the file specifies (https://docs.python.org/3/library/pickle.html). A safe load opens only
 objects that consist of classes that the program has allowed (``torch.serialization.safe_globals``).
@@ -107,12 +107,21 @@ def names(found: Mapping[str, str]) -> list[str]:
 
 
 def is_trusted(weights_only: bool | None) -> bool:
-    """Return True if a caller's ``weights_only``, or torch's environment variable for None, allows any code to run."""
-    forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
-    return forced if weights_only is None else not weights_only
+    """Return True if a caller's ``weights_only`` allows any code to run, or torch's environment variables do.
+
+    As in ``torch.load``, ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` forbids it, and ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` allows
+    it if ``weights_only`` is None.
+    """
+    if _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
+        return False
+    return _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD") if weights_only is None else not weights_only
 
 
-def open_section(checkpoint: dict[str, Any], name: str, trusted: bool) -> dict[str, Any]:
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0").lower() in ("1", "y", "yes", "true")
+
+
+def open_section(checkpoint: dict[str, Any], name: str, trusted: bool, map_location: Any = "cpu") -> dict[str, Any]:
     """Put a checkpoint's objects back at their paths.
 
     Args:
@@ -120,12 +129,13 @@ def open_section(checkpoint: dict[str, Any], name: str, trusted: bool) -> dict[s
         name: name of the file.
         trusted: whether to open all objects, which runs code that the file specifies. If False, only objects whose
             classes the program has allowed are opened; the others stay in the section.
+        map_location: where to put the objects' tensors, as for ``torch.load``.
     """
     section = checkpoint.get("paceline", {}).get(SECTION, {})
     for place, one in list(section.items()):
         try:
-            value = _unpickled(one["pickled"], trusted)
-        except pickle.UnpicklingError:
+            value = _unpickled(one["pickled"], trusted, map_location)
+        except Exception:  # what unpickling raises depends on the classes
             if trusted:
                 raise
             continue
@@ -135,7 +145,8 @@ def open_section(checkpoint: dict[str, Any], name: str, trusted: bool) -> dict[s
         owner[inner if owner is not checkpoint else place] = value
     if trusted:
         messages.info_once(
-            f"With weights_only=False, loading {name!r} runs code that it specifies.", key="code of a file"
+            f"With weights_only=False, or torch's variable, loading {name!r} runs code that the file specifies.",
+            key="code of a file",
         )
     return checkpoint
 
@@ -146,9 +157,9 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _unpickled(data: bytes, trusted: bool) -> Any:
+def _unpickled(data: bytes, trusted: bool, map_location: Any) -> Any:
     if data.startswith(b"PK"):
-        return torch.load(io.BytesIO(data), weights_only=not trusted)
+        return torch.load(io.BytesIO(data), map_location=map_location, weights_only=not trusted)
     if not trusted:
         raise pickle.UnpicklingError("This object was pickled without torch, so its classes cannot be checked.")
     return pickle.loads(data)

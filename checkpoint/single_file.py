@@ -175,7 +175,7 @@ def load(path: str | os.PathLike[str] | Remote, map_location: Any = "cpu", trust
 def _read(file: IO[bytes], name: str, map_location: Any, trusted: bool) -> dict[str, Any]:
     checkpoint = _load(file, name, map_location, trusted)
     _check_contents(checkpoint, name)
-    return open_section(checkpoint, name, trusted)
+    return open_section(checkpoint, name, trusted, map_location)
 
 
 def _load(file: IO[bytes], name: str, map_location: Any, trusted: bool) -> Any:

@@ -478,7 +478,7 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
 
 
 def _has_workers(loader: Any) -> bool:
-    """Return True if a loader has persistent workers, whose seed is then drawn no more."""
+    """Return True if a loader has running persistent workers, so that it will not draw another seed for them."""
     return isinstance(loader, DataLoader) and running_iterator(loader) is not None
 
 

@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Generator
+from torch import Generator, initial_seed
 from torch.utils.data import DataLoader, dataloader
 
 from .. import messages
@@ -39,7 +39,7 @@ _LOOK, _GRACE = 1.0, 10.0
 #: The most recently started worker processes of each loader; empty while they start.
 STARTED: WeakKeyDictionary[DataLoader[Any], list[Any]] = WeakKeyDictionary()
 #: Loaders whose persistent workers had already been started at the position of a resumed run. When they start again,
-#: their seed must not come from the loader's generator, which has drawn one and goes on with the order of the samples.
+#: their seed must not come from the loader's generator, which has already drawn one and now draws the samples' order.
 SEEDED: WeakSet[DataLoader[Any]] = WeakSet()
 
 _LOST = re.compile(
@@ -107,7 +107,7 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
     loader.worker_init_fn = _Start(users, served=method == "forkserver")
     if loader in SEEDED:
         SEEDED.remove(loader)
-        loader.generator = Generator()
+        loader.generator = Generator().manual_seed(initial_seed())
     try:
         iterator = iter(loader)
     finally:

@@ -261,7 +261,7 @@ def _unchanged(value: Any) -> Any:
 def full_value(tensor: Tensor) -> Tensor:
     """Return a DTensor's full value, for which all its processes must call this, or any other tensor unchanged.
 
-    A norm of a sharded parameter is a DTensor of which each process has its part, which ``item()`` returns.
+    Each process holds only its part of a sharded parameter's norm, and ``item()`` returns that part.
     """
     return tensor.full_tensor() if is_in_parts(tensor) else tensor  # type: ignore[operator]
 

@@ -155,7 +155,7 @@ class Strategy(Placement, Communication, State):
         """Check that training still reaches every parameter. Called when a training epoch or pass begins."""
 
     def check_replicas(self, module: nn.Module) -> None:
-        """Warn of weights that differ between the ranks but should not. All ranks call this when an epoch begins."""
+        """Warn of weights that differ between the ranks but should not. All ranks must call this."""
 
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
         """Context manager that keeps gradients local to each process, regardless of :meth:`sync_gradients`."""

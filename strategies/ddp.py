@@ -17,7 +17,14 @@ from typing_extensions import Self, Unpack
 from .. import messages
 from ..big_model.quantized_layers import statistics_of
 from ..devices.kinds import kind_of
-from ..torch_private import at_end_of_backward, communication_times, ignore_as_in, local_part, time_every_step
+from ..torch_private import (
+    at_end_of_backward,
+    communication_times,
+    ignore_in_ddp,
+    ignored_by_ddp,
+    local_part,
+    time_every_step,
+)
 from .distributed import DistributedStrategy, ProcessOptions, average_gradients, passes_on, same_tensors
 from .late_parameters import LateParameters
 from .precision.base import Precision
@@ -141,17 +148,23 @@ class DDPStrategy(DistributedStrategy):
         """Wrap the module in DistributedDataParallel, which broadcasts rank 0's weights to all ranks."""
         self._manual = not getattr(module, "automatic_optimization", True)
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
-        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        names = ignored_by_ddp(module)
+        every = dict(module.named_parameters())
+        self._kept_local = {every[name] for name in names & every.keys()}
+        named = {name: p for name, p in every.items() if p.requires_grad and p not in self._kept_local}
         self._reduced = list(named.values())
         self._kinds = {name: _kind(parameter) for name, parameter in named.items()}
         self._late.forget()
-        self._late.watch((p for p in module.parameters() if not p.requires_grad), self._got_late_gradient)
+        frozen = (p for p in every.values() if not p.requires_grad and p not in self._kept_local)
+        self._late.watch(frozen, self._got_late_gradient)
         if not self._reduced:
             return module
         self.same_model(module)
         self._records = bool(self.ddp_options.get("static_graph"))
+        step = _Step(module)
+        ignore_in_ddp(step, [f"module.{name}" for name in names])
         self._wrapped = DistributedDataParallel(
-            _Step(module),
+            step,
             device_ids=[self.device] if kind_of(self.device).is_numbered else None,
             find_unused_parameters=unused,
             **self.ddp_options,
@@ -204,7 +217,7 @@ class DDPStrategy(DistributedStrategy):
         if self._wrapped is not None:
             self._release(self._wrapped)
         self._wrapped = self._averager = None
-        self._reduced, self._kinds = [], {}
+        self._reduced, self._kinds, self._kept_local = [], {}, set()
         self._late.forget()
 
     def _release(self, wrapped: Any) -> None:
@@ -223,7 +236,6 @@ class DDPStrategy(DistributedStrategy):
     def before_evaluation(self, module: nn.Module) -> None:
         if self.ddp_options.get("broadcast_buffers", True):
             super().before_evaluation(module)
-        self.check_replicas(module)
 
     def explain(self, error: BaseException) -> BaseException | None:
         text = str(error)
@@ -315,8 +327,8 @@ class DDPStrategy(DistributedStrategy):
                         "Convert it before training: in __init__ or configure_model (in your own loop, before "
                         "prepare), or with precision='64-true' or 'bf16-true'."
                     )
-        known = set(map(id, self._reduced))
-        late = (p for p in module.parameters() if id(p) not in known and p not in self._late)
+        known = {*self._reduced, *self._kept_local}
+        late = (p for p in module.parameters() if p not in known and p not in self._late)
         added = self._late.watch(late, self._got_late_gradient)
         if self.talks:
             same_tensors((one.data for one in added), self.data_group)
@@ -327,20 +339,18 @@ class DDPStrategy(DistributedStrategy):
 
         Waits for the device. Sums are compared with a tolerance, because devices of different models round differently.
         """
-        wrapped, hook = self._wrapped, self.hook[0]
-        if wrapped is None or not self.talks or self._local or callable(hook):  # the last two may keep replicas apart
+        if not self._reduced or not self.talks or self._local or callable(self.hook[0]):  # these may keep ranks apart
             return
-        named = zip(self._kinds, self._reduced, strict=True)
-        kept = {name: p for name, p in named if f"module.{name}" not in wrapped.parameters_to_ignore}
-        values = [torch.view_as_real(p) if p.is_complex() else p for p in map(local_part, kept.values())]
-        if not values:
-            return
-        sums = torch.stack([value.sum(dtype=torch.float64) for value in values])
-        norms = torch.stack([torch.linalg.vector_norm(value, dtype=torch.float64) for value in values])
+        values = [torch.view_as_real(p) if p.is_complex() else p for p in map(local_part, self._reduced)]
+        dtypes = [torch.float64 if value.dtype == torch.float64 else torch.float32 for value in values]
+        pairs = list(zip(values, dtypes, strict=True))
+        sums = torch.stack([value.sum(dtype=dtype).double() for value, dtype in pairs])
+        norms = torch.stack([torch.linalg.vector_norm(value, dtype=dtype).double() for value, dtype in pairs])
         extremes = torch.stack([sums, -sums, norms])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.data_group)
         highest, lowest, norms = extremes[0], -extremes[1], extremes[2]
-        odd = [name for name, differs in zip(kept, (highest - lowest > 1e-4 * norms).tolist(), strict=True) if differs]
+        differs = (highest - lowest > 1e-4 * norms).tolist()
+        odd = [name for name, differ in zip(self._kinds, differs, strict=True) if differ]
         if odd:
             messages.warn_once(
                 f"{type(module).__name__}: {', '.join(odd[:5])}{' ...' if odd[5:] else ''} "
@@ -456,7 +466,6 @@ class _Step(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        ignore_as_in(module, self, "module")
         self.step: Callable[..., Any] = module.forward
         self.communicates, self.announced, self.armed = True, False, False
 

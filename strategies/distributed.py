@@ -29,7 +29,7 @@ from ..processes.host_program import START_METHODS, StartMethod, find_host, fork
 from ..processes.process_group import host_room, is_shared, join, leave_alone
 from ..processes.stop_agreement import Stop
 from ..processes.timings import phase
-from ..torch_private import pytree
+from ..torch_private import ignored_by_ddp, pytree
 from . import sync_batch_norm
 from .base import Strategy
 from .communication import ReduceOp, UnlikeTensorsError
@@ -132,6 +132,8 @@ class DistributedStrategy(Strategy):
         self.start_method: StartMethod = start_method
         self.numa = numa
         self.devices: list[torch.device] = []
+        #: Parameters that every process trains for itself.
+        self._kept_local: set[nn.Parameter] = set()
         self._nodes = 1
         self._cluster: Cluster | None = None
         self._environment: ClusterEnvironment | None = None
@@ -431,11 +433,12 @@ class DistributedStrategy(Strategy):
     def before_evaluation(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only these."""
         if self.talks:
-            same_tensors(module.buffers(), self.data_group)
+            ignored = ignored_by_ddp(module)
+            same_tensors((b for name, b in module.named_buffers() if name not in ignored), self.data_group)
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in parameters(optimizer):
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter not in self._kept_local:
                 parameter.grad = self.reduce(parameter.grad, "mean")
 
     # ---- communication: agreement ------------------------------------------------------------------------------------

@@ -440,7 +440,8 @@ def test_data_parallel_times_its_communication(group: Any) -> None:
 def test_data_parallel_ignores_what_an_inner_module_says(group: Any) -> None:
     wrapper = nn.Sequential(nn.Linear(2, 1))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapper[0], ["bias"])
-    private.ignore_as_in(wrapper[0], wrapper, "0")
+    assert private.ignored_by_ddp(wrapper[0]) == {"bias"}
+    private.ignore_in_ddp(wrapper, ["0.bias"])
     assert DistributedDataParallel(wrapper).parameters_to_ignore == {"0.bias"}
 
 

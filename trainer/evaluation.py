@@ -125,6 +125,7 @@ class EvalLoop:
             for hook in self.hooks(moment):
                 hook()
         self.run.strategy.before_evaluation(self.run.module)
+        self.run.strategy.check_replicas(self.run.module)
         return self.kind not in self.run.source.eval
 
     def run_loader(  # noqa: C901 - straight-line code, with fewer calls per batch

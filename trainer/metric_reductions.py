@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import messages
 from ..devices.kinds import kind_of
 from ..processes.device_transfer import full_value
+from ..torch_private import is_in_parts
 from .phases import Moment
 
 if TYPE_CHECKING:
@@ -390,7 +391,7 @@ def make_record(
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
         return MetricRecord(*common, metric=value)
-    check_value(name, value)
+    check_value(name, value, options.rank_zero_only)
     reduction = reduction_of(name, options.reduce_fx)
     record: Record
     if not on_epoch:
@@ -434,10 +435,15 @@ def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
     return str(found)
 
 
-def check_value(name: str, value: Any) -> None:
+def check_value(name: str, value: Any, rank_zero_only: bool = False) -> None:
     """Raise if ``value`` is not a number or a tensor with one element; warn about integers."""
     if isinstance(value, Tensor):
         scalar(name, value)
+        if rank_zero_only and is_in_parts(value):
+            raise ValueError(
+                f"self.log({name!r}, rank_zero_only=True) got a value of a sharded tensor, of which every process has "
+                "its part. Call its full_tensor() on all processes and log the result, or leave out rank_zero_only."
+            )
         if value.is_complex():
             raise TypeError(
                 f"self.log({name!r}) got a complex tensor, but a real number is needed. Log value.abs(), for example."

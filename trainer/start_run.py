@@ -432,7 +432,7 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
     else:
         given = {} if request.weights_only is None else {"weights_only": request.weights_only}
         checkpoint = run.trainer.checkpoint_io.load_checkpoint(str(path), **given)
-    apart = objects.names(objects.types(checkpoint))
+    apart = [] if objects.is_trusted(request.weights_only) else objects.names(objects.types(checkpoint))
     if apart:
         messages.info(
             f"{messages.path(path)} also contains objects ({messages.names(apart, last='and')}), which were not "

@@ -186,7 +186,7 @@ def _evaluation_loop(trainer: Trainer) -> EvaluationLoop:
 
 
 class LoaderSource:
-    """What ``_data_source`` of a loop answers: where the loaders of a stage come from.
+    """The ``_data_source`` of a loop: where the loaders of a stage come from.
 
     Attributes:
         instance: the loaders that were passed, or the module or DataModule that creates them.

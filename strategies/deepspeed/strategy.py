@@ -352,10 +352,16 @@ class DeepSpeedStrategy(DistributedStrategy):
         With offload, which would have to copy all weights to the host, changes through ``.data`` are not noticed.
 
         Raises:
-            RuntimeError: a weight of stage 3 was changed while DeepSpeed held it elsewhere.
+            RuntimeError: a weight of stage 3 was changed while DeepSpeed held it elsewhere, or a weight was frozen.
         """
         zero = self._engine.optimizer
         counts = zero_partitions.change_counts(zero)
+        frozen = next((one for one in counts if not one.requires_grad), None)
+        if frozen is not None:
+            raise RuntimeError(
+                f"{self._name_of(frozen)} was frozen after training began, but DeepSpeed's optimizer would still "
+                "change it. Freeze it before training, or use strategy='fsdp' or 'ddp'."
+            )
         changed = [one for one, count in counts.items() if count != self._counts[one]]
         for one in changed if zero_partitions.splits(zero) else ():
             if counts[one][1] == self._counts[one][1] and self._pieces[id(one)].numel:

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from ...torch_private import IncompatibleKeys, change_count, load_own_tensors, saved_versions
 
+#: Number of weights that are compared at a time, to limit the memory for it.
+_CHUNK = 2**22
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -121,11 +124,13 @@ def keep_changes(zero: Any) -> None:
         ranks = map(dist.get_rank, zero.real_dp_process_group)
         weights = [parts[rank] for parts, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
         trained = zero.single_partition_of_fp32_groups
-    for now, kept in zip(weights, trained, strict=True):
-        if now is None or now is kept:  # on disk, or not separate
+    for group, floats in zip(weights, trained, strict=True):
+        if group is None or group is floats or group.numel() != floats.numel():  # on disk, or not separate
             continue
-        now = now.to(kept.device)
-        kept.copy_(now if now.dtype == kept.dtype else torch.where(now == kept.to(now.dtype), kept, now.to(kept.dtype)))
+        for some, kept in zip(group.split(_CHUNK), floats.split(_CHUNK), strict=True):
+            now = some.to(kept.device)
+            same = now.dtype == kept.dtype
+            kept.copy_(now if same else torch.where(now == kept.to(now.dtype), kept, now.to(kept.dtype)))
 
 
 # ---- full tensors ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 
 from paceline import Trainer
 from paceline.callbacks.base import Callback
@@ -207,16 +207,7 @@ class OwnLoss(TinyModule):
 def stop_of_a_fit(strategy: str, batch_size: int) -> tuple[int, int, float]:
     torch.manual_seed(1)
     stopping = EarlyStopping("own", patience=1, min_delta=0.1, check_on_train_epoch_end=True)
-    trainer = Trainer(
-        callbacks=[stopping],
-        max_epochs=30,
-        strategy=strategy,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        accelerator="cpu",
-    )
+    trainer = Trainer(**QUIET, callbacks=[stopping], max_epochs=30, strategy=strategy)
     trainer.fit(OwnLoss(), tiny_loader(8 // batch_size, batch_size))
     return stopping.stopped_epoch, stopping.wait_count, round(stopping.best_score.item(), 4)
 
@@ -225,6 +216,24 @@ def test_processes_with_values_of_their_own_stop_where_one_process_would() -> No
     alone = stop_of_a_fit("single_device", 4)
     assert alone[0] > 2
     assert ranks(2, stop_of_a_fit, "ddp", 2) == [alone, alone]
+
+
+class Same(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("same", 0.85)
+        return super().training_step(batch, batch_idx)
+
+
+def best_of_a_fit() -> float:
+    stopping = EarlyStopping("same", mode="max", stopping_threshold=0.85, check_on_train_epoch_end=True)
+    trainer = Trainer(**QUIET, callbacks=[stopping], max_epochs=2, strategy="ddp")
+    trainer.fit(Same(), tiny_loader(3, 3))
+    assert trainer.current_epoch == 2
+    return stopping.best_score.item()
+
+
+def test_a_value_that_is_the_same_on_all_processes_is_judged_as_it_is() -> None:
+    assert ranks(3, best_of_a_fit) == [torch.tensor(0.85).item()] * 3
 
 
 # ---- the metric is not there -----------------------------------------------------------------------------------------

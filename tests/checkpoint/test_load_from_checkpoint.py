@@ -279,6 +279,22 @@ def test_torchs_variable_decides_where_the_program_does_not(
     assert isinstance(found.kept_loss, Loss) is loaded
 
 
+def test_torchs_variable_can_forbid_to_load_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved(WithDefault(Loss(3)), tmp_path / "x.ckpt")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.warns(UserWarning, match="loads the checkpoint without its"):
+        assert WithDefault.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False).kept_loss == 1
+
+
+def test_objects_with_tensors_of_a_gpu_are_loaded_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        saved(WithLoss([torch.ones(2), Loss(3)]), tmp_path / "x.ckpt")
+    assert WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", loss=4).kept_loss == 4
+    loss = WithLoss.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False).kept_loss
+    assert loss[0].device.type == "cpu"
+
+
 class WithDefault(TinyModule):
     def __init__(self, loss: Any = 1, power: int = 2) -> None:
         super().__init__()

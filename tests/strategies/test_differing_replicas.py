@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def fit(module: type[TinyModule], epochs: int, **strategy: Any) -> None:
     trainer.fit(module(), tiny_loader(), tiny_loader())
 
 
-def own_loop(between: Callable[[Accelerator, nn.Module, Any], Any]) -> None:
+def own_loop(folder: Path, between: Callable[[Accelerator, nn.Module, Any], Any]) -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential()
     model.layer = nn.Linear(4, 1)
@@ -54,9 +55,7 @@ def own_loop(between: Callable[[Accelerator, nn.Module, Any], Any]) -> None:
             optimizer.zero_grad()
         if epoch == 0:
             between(accelerator, model, loader)
-        model.eval()
-        list(loader)
-        model.train()
+        accelerator.save_state(str(folder))
 
 
 def train_apart(accelerator: Accelerator, model: nn.Module, loader: Any) -> None:
@@ -73,7 +72,11 @@ class OnePerRank(TinyModule):
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Linear(1, 1, bias=False)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["own.weight"])
+        self.register_buffer("rank", torch.zeros(()))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["own.weight", "rank"])
+
+    def on_fit_start(self) -> None:
+        self.rank.fill_(self.global_rank)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.own(super().forward(x)) * (1 + self.global_rank)
@@ -97,8 +100,8 @@ def test_layers_whose_weights_differ_are_named_once(module: type[TinyModule], ep
     assert f"{module.__name__}: layer.weight, layer.bias differ between the ranks" in warning
 
 
-def test_layers_whose_weights_differ_in_an_own_loop_are_named() -> None:
-    (warning,) = warnings_on_ranks(own_loop, lambda accelerator, model, loader: reset(model.layer))
+def test_layers_whose_weights_differ_in_an_own_loop_are_named(tmp_path: Path) -> None:
+    (warning,) = warnings_on_ranks(own_loop, tmp_path / "state", lambda accelerator, model, loader: reset(model.layer))
     assert "Sequential: layer.weight, layer.bias differ between the ranks" in warning
 
 
@@ -107,25 +110,43 @@ def test_weights_that_averaged_gradients_change_cause_no_warning() -> None:
 
 
 def look_at_a_batch(accelerator: Accelerator, model: nn.Module, loader: Any) -> None:
-    if accelerator.is_main_process:
-        next(iter(loader))
+    for training in (True, False):
+        model.train(training)
+        if accelerator.is_main_process:
+            next(iter(loader))
+    model.train()
 
 
-def test_one_rank_may_look_at_a_batch_between_passes() -> None:
-    assert not warnings_on_ranks(own_loop, look_at_a_batch)
+def test_one_rank_may_look_at_a_batch_between_passes(tmp_path: Path) -> None:
+    assert not warnings_on_ranks(own_loop, tmp_path / "state", look_at_a_batch)
 
 
-def test_local_sgd_causes_no_warning() -> None:
-    assert not warnings_on_ranks(own_loop, train_apart)
+def test_local_sgd_causes_no_warning(tmp_path: Path) -> None:
+    assert not warnings_on_ranks(own_loop, tmp_path / "state", train_apart)
 
 
-def test_parameters_that_torch_was_told_to_ignore_stay_apart() -> None:
-    def fit_own() -> None:
-        module = OnePerRank()
-        Trainer(**QUIET, strategy="ddp", max_epochs=2).fit(module, tiny_loader())
-        apart.append(module.own.weight.item())
+class OnePerRankByHand(OnePerRank):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
-    apart: list[float] = []
-    assert not warnings_on_ranks(fit_own)
-    first, second = ranks(2, lambda: (fit_own(), apart)[1])
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.loss(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fit_own(module: type[OnePerRank]) -> tuple[float, float, float]:
+    made = module()
+    Trainer(**QUIET, strategy="ddp", max_epochs=2).fit(made, tiny_loader(), tiny_loader())
+    return made.own.weight.item(), made.layer.bias.item(), made.rank.item()
+
+
+@pytest.mark.parametrize("module", [OnePerRank, OnePerRankByHand])
+def test_what_torch_was_told_to_ignore_stays_each_ranks_own(module: type[OnePerRank]) -> None:
+    assert not warnings_on_ranks(fit_own, module)
+    (first, bias, _), (second, other_bias, rank) = ranks(2, fit_own, module)
     assert first != second
+    assert bias == other_bias
+    assert rank == 1

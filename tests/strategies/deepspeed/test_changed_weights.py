@@ -83,6 +83,20 @@ def test_weights_continue_from_a_change(
         assert (plain["layer.weight"] - expected["layer.weight"]).abs().max() > 10 * atol
 
 
+class Freezing(Changing):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layer.weight.requires_grad_(batch_idx < 1)
+
+
+def freeze() -> None:
+    Trainer(**QUIET, strategy=DeepSpeedStrategy(stage=2), max_epochs=1).fit(Freezing(""), tiny_loader())
+
+
+def test_a_weight_that_is_frozen_after_training_began_is_an_error() -> None:
+    with pytest.raises(RanksError, match=r"layer.weight was frozen after training began, but DeepSpeed"):
+        ranks(2, freeze)
+
+
 @pytest.mark.parametrize("when", ["hook", "step"])
 def test_a_change_that_stage_3_would_lose_is_an_error(when: str) -> None:
     with pytest.raises(RanksError, match=r"layer.weight was changed in place.*within `with deepspeed.zero.Gathered"):

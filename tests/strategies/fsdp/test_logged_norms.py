@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from rank_processes import ranks
+from rank_processes import RanksError, ranks
 from tiny import QUIET, TinyModule, tiny_loader
 from torch import nn
 
@@ -56,6 +57,20 @@ def test_a_trainer_logs_the_norms_of_one_process() -> None:
     assert len(alone) > 8
     for found in ranks(2, fit, "fsdp", 2):
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-6)
+
+
+class OnRankZero(Norms):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("n", self.hidden.weight.norm(), rank_zero_only=True)
+
+
+def fit_on_rank_zero() -> None:
+    Trainer(**QUIET, strategy="fsdp", max_epochs=1).fit(OnRankZero(), tiny_loader())
+
+
+def test_a_norm_of_a_part_cannot_be_logged_on_rank_zero_only() -> None:
+    with pytest.raises(RanksError, match=r"got a value of a sharded tensor.*full_tensor"):
+        ranks(2, fit_on_rank_zero)
 
 
 def test_an_accelerator_logs_the_norm_of_the_whole_weight(tmp_path: Path) -> None:
