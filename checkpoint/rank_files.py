@@ -52,14 +52,14 @@ def _count(ranks: int) -> str:
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
 
-def buffers_apart(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
-    """Return those of the module's buffers that differ from rank 0's, such as batch norm statistics, on the CPU.
+def buffers_apart(buffers: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
+    """Return those of :func:`whole_buffers` that differ from rank 0's, such as batch norm statistics, on the CPU.
 
     Every rank must call this.
     """
     if strategy.world_size == 1:
         return {}
-    own = {name: buffer.detach().cpu() for name, buffer in whole_buffers(module).items()}
+    own = {name: buffer.detach().cpu() for name, buffer in buffers.items()}
     sums = {name: digest(buffer) for name, buffer in own.items()}
     first = strategy.gather_objects(sums)[0]
     return {name: buffer for name, buffer in own.items() if sums[name] != first.get(name)}

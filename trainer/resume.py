@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..checkpoint.rank_files import buffers_apart, entry_of, put_back_buffers, tell_derived, without_entry
+from ..checkpoint.rank_files import (
+    buffers_apart,
+    entry_of,
+    put_back_buffers,
+    tell_derived,
+    whole_buffers,
+    without_entry,
+)
 from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..processes import seed
 from ..strategies.precision.base import parameters as parameters_of
@@ -40,7 +47,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
         "metrics": [] if over else running_metrics.logged(metrics, module),
         "torchmetrics": running_metrics.measured(metrics, module),
         "gradients": _gradients(run),
-        "buffers": buffers_apart(run.module, strategy),
+        "buffers": buffers_apart(whole_buffers(run.module), strategy),
         "losses": None,
     }
     if fit is not None:

@@ -30,6 +30,7 @@ from paceline.callbacks import (
 from paceline.callbacks.checkpoint_retention import Checkpoint
 from paceline.loggers import Logger
 from paceline.processes.seed import seed_all
+from paceline.strategies import DDPStrategy
 
 SIZE = 22
 
@@ -438,6 +439,24 @@ SPREAD: dict[str, Case] = {
         strategy="fsdp",
         devices=2,
         at=3,
+    ),
+    "fsdp, averaged, validation": Case(
+        module=Constant,
+        validates=True,
+        val_check_interval=3,
+        callbacks=[EMAWeightAveraging(decay=0.5)],
+        strategy="fsdp",
+        devices=2,
+        at=2,
+    ),
+    "ddp, own averages": Case(
+        module=Constant,
+        validates=True,
+        val_check_interval=3,
+        callbacks=[EMAWeightAveraging(decay=0.5)],
+        strategy=DDPStrategy(broadcast_buffers=False),
+        devices=2,
+        at=2,
     ),
 }
 
