@@ -202,9 +202,10 @@ class Resumed:
         """Restore the state that training on the next batch needs."""
         run = self.run
         if self.in_loops:
-            entries, module = self._stood_for(), run.module
-            running_metrics.put_back(run.metrics, module, [kept["metrics"] for kept in entries])
-            running_metrics.put_back_measured(module, [kept["torchmetrics"] for kept in entries])
+            mine, module = self._stood_for(), run.module
+            entries = mine or self.ranks
+            running_metrics.put_back(run.metrics, module, [kept["metrics"] for kept in entries], bool(mine))
+            running_metrics.put_back_measured(module, [kept["torchmetrics"] for kept in entries], bool(mine))
             self._put_back_gradients()
         if self._alike and self.own is not None and "model" in self._parts:
             put_back_buffers(run.module, self.own["buffers"])

@@ -487,10 +487,12 @@ class Whole(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def cut(path: Path, batch: int, devices: int, resume: bool = False, accumulate: int = 1) -> Any:
+def cut(
+    path: Path, batch: int, devices: int, resume: bool = False, accumulate: int = 1, make: Callable[[], Net] = Net
+) -> Any:
     """One epoch of 24 samples in batches of 2 a rank; saved after a batch, or gone on with from there."""
     seed_all(devices)
-    module = Net()
+    module = make()
     trainer = Trainer(
         logger=False,
         enable_progress_bar=False,
@@ -524,6 +526,30 @@ def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one
     assert "batch 6 of the epoch (batch 3 in the saved run)" in said
     assert "running metrics" in said
     assert "RNG states" not in said
+
+
+class Sorted(Net):
+    """Logs a torchmetrics object with states of two dtypes in lists."""
+
+    def __init__(self) -> None:
+        import torchmetrics
+
+        super().__init__()
+        self.auroc = torchmetrics.AUROC("binary")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch, batch_idx)
+        self.auroc(torch.tensor([0.2, 0.8]) + batch_idx / 50, torch.tensor([batch_idx % 3 > 0, 1]).int())
+        self.log("auroc", self.auroc, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_ranks_without_a_batch_of_the_resumed_epoch_have_its_values_too(tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics")
+    _, expected, _ = cut(tmp_path / "one", 11, 1, make=Sorted)
+    for samples, found, _ in ranks(2, cut, tmp_path / "one", 11, 2, True, 1, Sorted):
+        assert samples == []
+        assert found == pytest.approx(expected)
 
 
 def test_a_rank_that_was_not_there_derives_its_random_states_and_a_window_begins_anew(
