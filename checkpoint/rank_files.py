@@ -49,6 +49,32 @@ def _count(ranks: int) -> str:
     return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
 
 
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def merged_gradients(ranks: Sequence[Mapping[str, Any]], factor: float, in_parts: bool) -> dict[str, Any]:
+    """Return the sum over the saved ranks' gradients times ``factor``, for each rank of a run with other ranks.
+
+    Args:
+        ranks: what :meth:`Strategy.window_gradients` returned on each rank. Shards are left out.
+        factor: for example ``1 / len(ranks)``, for the mean.
+        in_parts: whether the strategy of this run shards parameters.
+    """
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for gradients in ranks for name in gradients):
+        whole = [whole_gradient(gradients[name]) for gradients in ranks if name in gradients]
+        total = sum(one * factor for one in whole if one is not None)
+        found[name] = {"whole": total, "part": None} if in_parts else total
+    return found
+
+
+def whole_gradient(value: Any) -> Tensor | None:
+    """Return the full gradient that a rank has accumulated, or None if the rank holds only a shard."""
+    if isinstance(value, dict):
+        return value["whole"] if value["part"] is None else None
+    return value
+
+
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
 

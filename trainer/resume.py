@@ -13,14 +13,17 @@ from .. import messages
 from ..checkpoint.rank_files import (
     buffers_apart,
     entry_of,
+    merged_gradients,
     put_back_buffers,
     tell_derived,
     whole_buffers,
+    whole_gradient,
     without_entry,
 )
 from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..processes import seed
 from ..strategies.precision.base import parameters as parameters_of
+from ..torch_private import is_in_parts
 from . import running_metrics
 from .state import Pending, without_window
 
@@ -171,6 +174,8 @@ class Resumed:
             self.derived.append(
                 "the epoch's running metrics (from the saved run's ranks, divided among the ranks of this run)"
             )
+        _, gradients = self._waiting()
+        self.derived += [gradients] if gradients and self.in_loops else []
         tell_derived(self.derived, self._alike, self._world, world)
 
     # ---- the moments -----------------------------------------------------------------------------------------------
@@ -212,8 +217,22 @@ class Resumed:
         if self._random:
             self._set((self.own or {}).get("random"), self._seed)
 
+    def _waiting(self) -> tuple[dict[str, Any], str]:
+        """Return gradients of a manual step for this rank if the saved run had other ranks, and their description."""
+        saved = [kept["gradients"] or {} for kept in self.ranks]
+        if self._alike or self.run.module.automatic_optimization or not any(saved):
+            return {}, ""
+        if any(whole_gradient(one) is None for gradients in saved for one in gradients.values()):
+            return {}, "the gradients that wait for an optimizer step, which start at zero"
+        in_parts = any(map(is_in_parts, self.run.module.parameters()))
+        found = merged_gradients(saved, 1 / len(saved), in_parts)
+        return found, "the gradients that wait for an optimizer step (the mean over the saved ranks)"
+
     def _put_back_gradients(self) -> None:
         run, own = self.run, self.own
+        waiting, _ = self._waiting()
+        if waiting:
+            run.strategy.load_window_gradients(run.module, waiting)
         if own is None or not self._alike:
             return
         if own["losses"] is not None and run.fit is not None:

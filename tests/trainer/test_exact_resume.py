@@ -552,6 +552,38 @@ def test_ranks_without_a_batch_of_the_resumed_epoch_have_its_values_too(tmp_path
         assert found == pytest.approx(expected)
 
 
+class ByHandAlone(TinyModule):
+    """Steps after every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_hand(path: Path, devices: int, resume: bool = False) -> Tensor:
+    seed_all(3)
+    module = ByHandAlone()
+    trainer = make(devices=devices, strategy="ddp" if devices > 1 else "auto", max_epochs=1)
+    trainer.callbacks += [] if resume else [Whole(path, 2)]
+    trainer.fit(module, tiny_loader(6 * devices, batch_size=4 // devices), ckpt_path=path if resume else None)
+    return module.layer.weight.detach()
+
+
+@pytest.mark.parametrize("then", [1, 2])
+def test_on_another_number_of_ranks_a_manual_window_goes_on_with_its_gradients(then: int, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    expected = by_hand(path, 1) if then == 1 else ranks(2, by_hand, path, 2)[0]
+    found = by_hand(path, 1, True) if then == 2 else ranks(2, by_hand, path, 2, True)[0]
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_rank_that_was_not_there_derives_its_random_states_and_a_window_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
