@@ -258,10 +258,10 @@ class FitLoop:
         if self.whole is not None:
             return self.whole.step(self.losses)
         # Is the last batch padding on this rank, run only so that the other ranks do not wait for its gradients?
-        empty = self.run.source.last_share == 0.0
+        empty = self.run.source.known_share in (0.0, None)
         step = choose_step(
             self.run,
-            without_last_items(self.state, self.forward) if empty else self.forward,
+            without_last_items(self.run, self.forward) if empty else self.forward,
             self.losses,
             self.manual_step_check,
         )
