@@ -707,15 +707,17 @@ def test_gradients_that_a_failed_fit_left_are_not_the_next_ones() -> None:
     assert trainer.global_step == 3
 
 
+@pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize(("batch_size", "count"), [(4, 2), (2, 1), (3, 2)])
 def test_a_run_with_another_batch_size_goes_on_at_the_same_sample(
-    tmp_path: Path, quiet: dict[str, Any], batch_size: int, count: int
+    tmp_path: Path, quiet: dict[str, Any], batch_size: int, count: int, combined: bool
 ) -> None:
     def run(size: int, devices: int = 1, **more: Any) -> list[int]:
         seen: list[int] = []
 
         class Notes(TinyModule):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
+                batch = batch[0] if combined else batch
                 seen.extend(batch[2].tolist())
                 return super().training_step(batch[:2], batch_idx)
 
@@ -729,7 +731,7 @@ def test_a_run_with_another_batch_size_goes_on_at_the_same_sample(
         strategy = "ddp" if devices > 1 else "auto"
         torch.manual_seed(5)
         Trainer(**quiet, max_epochs=1, callbacks=[Saves()], strategy=strategy, devices=devices).fit(
-            Notes(), loader, **more
+            Notes(), [loader, DataLoader(range(24), size)] if combined else loader, **more
         )
         return seen
 
