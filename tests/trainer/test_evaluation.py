@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -527,3 +528,30 @@ def test_samples_of_a_stream_are_evaluated_once(strategy: str, workers: int) -> 
         expected += [{"sum": sum(samples), "mean": pytest.approx(sum(samples) / size)}, samples]
     for found in ranks(2, evaluated_streams, strategy, workers):
         assert found == expected
+
+
+class MeasuresTwo(Sums):
+    def __init__(self) -> None:
+        import torchmetrics
+
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.mean.update(self.layer(batch) * 0 + batch)
+        self.log("mean", self.mean)
+
+
+def measured_on_two_loaders(strategy: str) -> list[Any]:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", strategy=strategy, devices=2, **quiet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trainer.validate(MeasuresTwo(), [DataLoader(Stream(9), 2), DataLoader(Stream(5), 2)], verbose=False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_metric_that_two_loaders_share_is_computed_after_each(strategy: str) -> None:
+    pytest.importorskip("torchmetrics")
+    expected = [{"mean/dataloader_idx_0": 4.0}, {"mean/dataloader_idx_1": pytest.approx(46 / 14)}]
+    assert ranks(2, measured_on_two_loaders, strategy) == [expected] * 2
