@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from .. import messages
 from ..checkpoint.manifest import FORMAT
 from ..checkpoint.plain_data import plain
-from ..checkpoint.rank_files import buffers_apart, digest, entry_of, put_back_buffers, tell_derived, without_entry
+from ..checkpoint.rank_files import (
+    buffers_apart,
+    digest,
+    entry_of,
+    put_back_buffers,
+    tell_derived,
+    whole_buffers,
+    without_entry,
+)
 from ..checkpoint.restore import load_weights, optimizer_problem, restore_precision, versions
 from ..checkpoint.sharded_folder import together
 from ..processes import seed
@@ -150,7 +158,7 @@ class Contents:
             "device": strategy.device.type,
             "loaders": [loader.state_dict() for loader in self.prepared.loaders],
             **self.windows.gather(),
-            "buffers": [buffers_apart(one.module, one.strategy) for one in placements],
+            "buffers": [buffers_apart(whole_buffers(one.module), one.strategy) for one in placements],
             "custom": {i: state for i, state in enumerate(custom) if sums[i] != first[i]},
             "random": seed.random_states(),
         }

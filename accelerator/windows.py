@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from .. import messages
+from ..checkpoint.rank_files import merged_gradients, whole_gradient
 from ..torch_private import is_in_parts
 from .accumulation import GradientState, Window
 
@@ -147,7 +146,7 @@ class Windows:
             index
             for kept in (ranks if own is None else [own])
             for index, gradients in kept["gradients"].items()
-            if gradients is None or (own is None and any(_whole(one) is None for one in gradients.values()))
+            if gradients is None or (own is None and any(whole_gradient(one) is None for one in gradients.values()))
         }
         for number, entry in enumerate((own or ranks[0])["windows"]):
             window, state = self._window(entry), entry["state"]
@@ -203,16 +202,5 @@ def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float)
     for index in dict.fromkeys(index for kept in ranks for index in kept["gradients"]):
         saved = [kept["gradients"].get(index) or {} for kept in ranks]
         factor = (share if index in by_items else 1.0) / len(ranks)
-        found[index] = {}
-        for name in dict.fromkeys(name for gradients in saved for name in gradients):
-            whole = [_whole(gradients[name]) for gradients in saved if name in gradients]
-            total = sum(one * factor for one in whole if one is not None)
-            found[index][name] = {"whole": total, "part": None} if _in_parts(placements, index) else total
+        found[index] = merged_gradients(saved, factor, _in_parts(placements, index))
     return found
-
-
-def _whole(value: Any) -> Tensor | None:
-    """Return the full gradient that a rank has accumulated, or None if the rank holds only a shard."""
-    if isinstance(value, dict):
-        return value["whole"] if value["part"] is None else None
-    return value

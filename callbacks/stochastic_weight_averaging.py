@@ -25,6 +25,7 @@ from .weight_averaging import (
     equal_weights,
     load_current,
     one_by_one,
+    save_own_buffers,
 )
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ class StochasticWeightAveraging(Callback):
         if resumable and self._final and self._average is not None and self._average.module is pl_module:
             trained = self._average.held_state(trainer.strategy) | self._held_statistics
             checkpoint[CURRENT_KEY] = {n: trained.get(n, value) for n, value in checkpoint["state_dict"].items()}
+            save_own_buffers(trainer, checkpoint, self._held_statistics)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         if CURRENT_KEY in checkpoint:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from .. import messages
+from ..checkpoint.rank_files import buffers_apart, put_back_buffers, whole_buffers
 from ..torch_private import own_buffers, own_modules, own_parameters
 from .base import Callback
 
@@ -132,6 +133,17 @@ class WeightAverage:
         if self.held is None:
             return {}
         return strategy.model_state(_tree({name: self.held[index] for name, index in self._index.items()}))
+
+    def held_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers among the weights that :meth:`show` set aside; empty if there are none."""
+        return {} if self.held is None else self._buffers(self.held)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the averages of buffers, which each process updates with its own values."""
+        return self._buffers(self._averages)
+
+    def _buffers(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {name: values[self._index[name]] for name in self._index.keys() & whole_buffers(self.module).keys()}
 
     def load(self, strategy: Strategy, state: Mapping[str, Any], n_averaged: int) -> None:
         """Load averages from a ``state_dict``. Weights that it does not contain keep the module's current values."""
@@ -317,6 +329,9 @@ class WeightAveraging(Callback):
         self._average = WeightAverage(pl_module, self._averaging(), self._device, self._use_buffers)
         if self._loaded is not None:
             self._average.load(trainer.strategy, self._loaded, self._restored["n_averaged"])
+            of_ranks = self._restored.get("buffers", [])
+            if len(of_ranks) == trainer.world_size:
+                put_back_buffers(_tree(self._average.buffers()), of_ranks[trainer.global_rank])
             self._loaded = None
 
     def _averaging(self) -> AverageMany:
@@ -408,6 +423,9 @@ class WeightAveraging(Callback):
         state = checkpoint["state_dict"]
         if "callbacks" in checkpoint:  # otherwise, the file contains only weights
             checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
+            save_own_buffers(trainer, checkpoint, average.held_buffers())
+            own = buffers_apart(average.buffers(), trainer.strategy)
+            checkpoint["callbacks"][self.state_key]["buffers"] = trainer.strategy.gather_objects(own)
         if not self._final:
             checkpoint["state_dict"] = _replaced(state, average.average_state(trainer.strategy))
 
@@ -435,6 +453,14 @@ def _replaced(state: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 def load_current(trainer: Trainer, pl_module: TrainingModule, checkpoint: Mapping[str, Any]) -> None:
     """Load the current weights into a module, replacing the averages that were loaded with ``state_dict``."""
     trainer.strategy.load_model_state(pl_module, checkpoint[CURRENT_KEY], strict=pl_module.strict_loading is not False)
+
+
+def save_own_buffers(trainer: Trainer, checkpoint: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
+    """Save each rank's values of buffers whose averages the module holds; every rank must call this."""
+    if held:
+        own = trainer.strategy.gather_objects(buffers_apart(held, trainer.strategy))
+        for entry, values in zip(checkpoint["paceline"]["ranks"], own, strict=True):
+            entry["buffers"] = {n: value for n, value in entry["buffers"].items() if n not in held} | values
 
 
 class EMAWeightAveraging(WeightAveraging):

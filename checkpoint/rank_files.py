@@ -49,17 +49,43 @@ def _count(ranks: int) -> str:
     return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
 
 
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def merged_gradients(ranks: Sequence[Mapping[str, Any]], factor: float, in_parts: bool) -> dict[str, Any]:
+    """Return the sum over the saved ranks' gradients times ``factor``, for each rank of a run with other ranks.
+
+    Args:
+        ranks: what :meth:`Strategy.window_gradients` returned on each rank. Shards are left out.
+        factor: for example ``1 / len(ranks)``, for the mean.
+        in_parts: whether the strategy of this run shards parameters.
+    """
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for gradients in ranks for name in gradients):
+        whole = [whole_gradient(gradients[name]) for gradients in ranks if name in gradients]
+        total = sum(one * factor for one in whole if one is not None)
+        found[name] = {"whole": total, "part": None} if in_parts else total
+    return found
+
+
+def whole_gradient(value: Any) -> Tensor | None:
+    """Return the full gradient that a rank has accumulated, or None if the rank holds only a shard."""
+    if isinstance(value, dict):
+        return value["whole"] if value["part"] is None else None
+    return value
+
+
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
 
-def buffers_apart(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
-    """Return those of the module's buffers that differ from rank 0's, such as batch norm statistics, on the CPU.
+def buffers_apart(buffers: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
+    """Return those of :func:`whole_buffers` that differ from rank 0's, such as batch norm statistics, on the CPU.
 
     Every rank must call this.
     """
     if strategy.world_size == 1:
         return {}
-    own = {name: buffer.detach().cpu() for name, buffer in whole_buffers(module).items()}
+    own = {name: buffer.detach().cpu() for name, buffer in buffers.items()}
     sums = {name: digest(buffer) for name, buffer in own.items()}
     first = strategy.gather_objects(sums)[0]
     return {name: buffer for name, buffer in own.items() if sums[name] != first.get(name)}

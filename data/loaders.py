@@ -331,8 +331,14 @@ def whole_of(loader: Any) -> Any:
 
 
 def samples_in_batch(loader: Any, num_ranks: int) -> int | None:
-    """Return the number of samples in a full batch across all ranks; None if the loader has no known batch size."""
+    """Return the number of samples in a full batch across all ranks; None if the loader has no known batch size.
+
+    For a ``CombinedLoader``, it is the number of samples in a batch of each of its loaders.
+    """
     whole = whole_of(loader)
+    if isinstance(whole, CombinedLoader):
+        sizes = [samples_in_batch(leaf, num_ranks) for leaf in whole.flattened]
+        return None if None in sizes else sum(size or 0 for size in sizes)
     if not isinstance(whole, DataLoader):
         return None
     size = whole.batch_size or getattr(whole.batch_sampler, "batch_size", None)

@@ -95,6 +95,24 @@ def last_share(loader: Any) -> float:
     return 1.0 if shard is None or shard.division.evaluation else shard.share
 
 
+def unweighted(loader: CombinedLoader, batches: int | float) -> list[int]:
+    """Return the indices of a combined loader's loaders whose last batch cannot get its own weight.
+
+    The processes share that batch unevenly, but :func:`last_share` is one weight for the batches of all loaders in a
+    step. Loaders without a known length are left out.
+
+    Args:
+        loader: a CombinedLoader that :func:`shard_training` returned.
+        batches: number of combined batches in an epoch.
+    """
+    limits = loader.limits or [float("inf")] * len(loader.flattened)
+    lengths = [length_of(leaf) or 0 for leaf in loader.flattened]
+    read = [length <= min(limit, batches) for length, limit in zip(lengths, limits, strict=True)]
+    uneven = [i for i, leaf in enumerate(loader.flattened) if read[i] and lengths[i] and last_share(leaf) != 1.0]
+    alike = len({last_share(leaf) for leaf in loader.flattened}) == 1 and {*lengths} == {batches}
+    return [] if alike else uneven
+
+
 def repeats(loader: Any, number: int, last: bool) -> bool:
     """Return True if a batch of the current pass contains only repeats of samples that another process has.
 

@@ -147,6 +147,12 @@ class DDPStrategy(DistributedStrategy):
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Wrap the module in DistributedDataParallel, which broadcasts rank 0's weights to all ranks."""
         self._manual = not getattr(module, "automatic_optimization", True)
+        if self._manual and self.ddp_options.get("static_graph"):
+            raise ValueError(
+                f"DDPStrategy(static_graph=True) does not work with manual optimization, which {type(module).__name__} "
+                "uses, because torch records the graph in a backward pass that follows training_step. It would not "
+                "average the gradients of backward passes in training_step. Leave static_graph out."
+            )
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
         names = ignored_by_ddp(module)
         every = dict(module.named_parameters())
@@ -179,7 +185,7 @@ class DDPStrategy(DistributedStrategy):
         step = super().bind_step(step, wrapped, training)
         if not training or self._wrapped is None:
             return step
-        if self._manual and not self.ddp_options.get("static_graph"):
+        if self._manual:
             self._wrapped.module.step = partial(self._by_hand, step)
             return self._call_by_hand
         self._wrapped.module.step = step

@@ -468,7 +468,14 @@ NOT_PUBLIC = {
     "multiprocessing": {"_inheriting"},
     "argparse": {"_option_string_actions"},
     "importlib.metadata": {"_normalized_name"},
-    "torchmetrics": {"_copy_state_dict", "_forward_cache", "_reduce_states", "_to_sync", "_update_count"},
+    "torchmetrics": {
+        "_copy_state_dict",
+        "_forward_cache",
+        "_reduce_states",
+        "_reductions",
+        "_to_sync",
+        "_update_count",
+    },
     "transformers": {
         "_attn_implementation",
         "_init_weights",

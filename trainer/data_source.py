@@ -23,7 +23,7 @@ from ..data.loaders import (
     users_generators,
     without_shuffling,
 )
-from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training
+from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training, unweighted
 from ..devices.kinds import kind_of
 from ..processes.seed import isolate_rng
 from .hooks import overridden
@@ -59,8 +59,8 @@ class DataSource:
         self._agreed_on: Any = None
         self._is_elsewhere = False  # the run happened in other processes
         self._is_mine = False  # the training loader was sharded here, so all ranks must draw the same order
-        #: Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
-        self.last_share = 1.0
+        #: The value of :attr:`last_share`; None if it is known only in the epoch's last batch.
+        self.known_share: float | None = 1.0
 
     # ---- finding ---------------------------------------------------------------------------------------------------
 
@@ -119,9 +119,33 @@ class DataSource:
             self._is_mine = loader is not whole
             self.num_training_batches = count_batches(loader, self.limit("train"), "train_dataloader")
             self.train_loader = loader
-            self.last_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
+            self.known_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
+            if self._is_mine and self.num_training_batches == INF:
+                self.known_share = None  # an epoch ends only where the loader ends
+            if self._is_mine and isinstance(loader, CombinedLoader):
+                self._tell_unweighted(unweighted(loader, self.num_training_batches))
             self._loaded_at = self.run.state.epoch
         return self.train_loader
+
+    def _tell_unweighted(self, indices: list[int]) -> None:
+        if indices:
+            one = len(indices) == 1
+            messages.warn_once(
+                f"The {self.run.strategy.num_data_ranks} processes share the last batch of "
+                f"{'loader' if one else 'loaders'} {', '.join(map(str, indices))} of the CombinedLoader "
+                f"unevenly. The batches of the other loaders in that step are shared differently, and a loss has only "
+                "one weight, so samples of a process that has fewer of them count more. Pass drop_last=True to "
+                f"{'that loader' if one else 'those loaders'}, or use a number of samples that the processes can "
+                "share evenly."
+            )
+
+    @property
+    def last_share(self) -> float:
+        """Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
+
+        Without a known length, it is valid while ``state.is_last_batch`` is True.
+        """
+        return last_share(self.train_loader) if self.known_share is None else self.known_share
 
     def _in_order(self, loader: Any, stage: str) -> Any:
         """Return the loader with shuffling turned off, for ``overfit_batches``."""

@@ -146,7 +146,8 @@ class EvalLoop:
         )
         kept: list[Any] = []
         taken: list[list[int]] = []
-        counted = limit - 1 if surplus(loader) and limit == known else limit
+        unknown = known == float("inf")
+        counted = limit - 1 if not unknown and surplus(loader) and limit == known else limit
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
         after_step, after_hooks = places = metrics.step_value_sharings()
@@ -159,7 +160,8 @@ class EvalLoop:
                 if state.stop_requested and may_stop and stops.at(state.boundaries):
                     raise stops.by_signal()
                 metrics.batch = batch
-                if batch_idx >= counted or not is_mine:
+                at_end = unknown and batches.exhausted and batch_idx + 1 < limit
+                if batch_idx >= counted or not is_mine or (at_end and surplus(loader)):
                     with metrics.muted(run.module):
                         step(batch, batch_idx, *extra)
                     stand_by(places)

@@ -178,7 +178,7 @@ class FitLoop:
                     break
                 outputs = run_step(batch, batch_idx)  # sets state.stepped if an optimizer stepped
                 if step_values.active:
-                    step_values.share()
+                    step_values.share(weight=run.source.last_share if state.is_last_batch else 1.0)
                 state.batches += 1
                 state.next_batch, state.pending = batch_idx + 1, SCHEDULERS
                 if not state.window:  # no gradients wait for the next optimizer step
@@ -191,7 +191,7 @@ class FitLoop:
                     for hook in batch_ends:
                         hook(outputs, batch, batch_idx)
                 if hook_values.active:
-                    hook_values.share()
+                    hook_values.share(weight=run.source.last_share if state.is_last_batch else 1.0)
                 # All ranks stop after the same batch. They agree on it in `at` once any of them was asked to stop.
                 state.boundaries += 1
                 reason = stops.at(state.boundaries) if state.stop_requested else ""
@@ -258,10 +258,10 @@ class FitLoop:
         if self.whole is not None:
             return self.whole.step(self.losses)
         # Is the last batch padding on this rank, run only so that the other ranks do not wait for its gradients?
-        empty = self.run.source.last_share == 0.0
+        empty = self.run.source.known_share in (0.0, None)
         step = choose_step(
             self.run,
-            without_last_items(self.state, self.forward) if empty else self.forward,
+            without_last_items(self.run, self.forward) if empty else self.forward,
             self.losses,
             self.manual_step_check,
         )

@@ -334,11 +334,12 @@ class MetricRecord(Record):
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        if self.alone:
-            with not_synced(self.metric):
-                value = self.metric.compute()
-        else:
-            value = strategy.compute_metric(self.metric)
+        with torch.inference_mode(False), torch.no_grad():  # torchmetrics copies states, which a later batch updates
+            if self.alone:
+                with not_synced(self.metric):
+                    value = self.metric.compute()
+            else:
+                value = strategy.compute_metric(self.metric)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not a "

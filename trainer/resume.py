@@ -10,10 +10,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..checkpoint.rank_files import buffers_apart, entry_of, put_back_buffers, tell_derived, without_entry
+from ..checkpoint.rank_files import (
+    buffers_apart,
+    entry_of,
+    merged_gradients,
+    put_back_buffers,
+    tell_derived,
+    whole_buffers,
+    whole_gradient,
+    without_entry,
+)
 from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..processes import seed
 from ..strategies.precision.base import parameters as parameters_of
+from ..torch_private import is_in_parts
 from . import running_metrics
 from .state import Pending, without_window
 
@@ -40,7 +50,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
         "metrics": [] if over else running_metrics.logged(metrics, module),
         "torchmetrics": running_metrics.measured(metrics, module),
         "gradients": _gradients(run),
-        "buffers": buffers_apart(run.module, strategy),
+        "buffers": buffers_apart(whole_buffers(run.module), strategy),
         "losses": None,
     }
     if fit is not None:
@@ -164,6 +174,8 @@ class Resumed:
             self.derived.append(
                 "the epoch's running metrics (from the saved run's ranks, divided among the ranks of this run)"
             )
+        _, gradients = self._waiting()
+        self.derived += [gradients] if gradients and self.in_loops else []
         tell_derived(self.derived, self._alike, self._world, world)
 
     # ---- the moments -----------------------------------------------------------------------------------------------
@@ -195,17 +207,32 @@ class Resumed:
         """Restore the state that training on the next batch needs."""
         run = self.run
         if self.in_loops:
-            entries, module = self._stood_for(), run.module
-            running_metrics.put_back(run.metrics, module, [kept["metrics"] for kept in entries])
-            running_metrics.put_back_measured(module, [kept["torchmetrics"] for kept in entries])
+            mine, module = self._stood_for(), run.module
+            entries = mine or self.ranks
+            running_metrics.put_back(run.metrics, module, [kept["metrics"] for kept in entries], bool(mine))
+            running_metrics.put_back_measured(module, [kept["torchmetrics"] for kept in entries], bool(mine))
             self._put_back_gradients()
         if self._alike and self.own is not None and "model" in self._parts:
             put_back_buffers(run.module, self.own["buffers"])
         if self._random:
             self._set((self.own or {}).get("random"), self._seed)
 
+    def _waiting(self) -> tuple[dict[str, Any], str]:
+        """Return gradients of a manual step for this rank if the saved run had other ranks, and their description."""
+        saved = [kept["gradients"] or {} for kept in self.ranks]
+        if self._alike or self.run.module.automatic_optimization or not any(saved):
+            return {}, ""
+        if any(whole_gradient(one) is None for gradients in saved for one in gradients.values()):
+            return {}, "the gradients that wait for an optimizer step, which start at zero"
+        in_parts = any(map(is_in_parts, self.run.module.parameters()))
+        found = merged_gradients(saved, 1 / len(saved), in_parts)
+        return found, "the gradients that wait for an optimizer step (the mean over the saved ranks)"
+
     def _put_back_gradients(self) -> None:
         run, own = self.run, self.own
+        waiting, _ = self._waiting()
+        if waiting:
+            run.strategy.load_window_gradients(run.module, waiting)
         if own is None or not self._alike:
             return
         if own["losses"] is not None and run.fit is not None:

@@ -43,18 +43,23 @@ def _entry(moment: str, idx: int | None, name: str, record: Record, places: dict
     }
 
 
-def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, Any]]]) -> None:
-    """Restore what :func:`logged` returned on those ranks of the saved run that this rank takes over."""
+def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, Any]]], takes_over: bool) -> None:
+    """Restore what :func:`logged` returned on those ranks of the saved run that this rank takes over.
+
+    If it ``takes_over`` none of them, it only gets the names, because all ranks compute the epoch's values together.
+    """
     merged: dict[tuple[Any, ...], Record] = {}
     for entry in (entry for entries in ranks for entry in entries):
         place = entry["moment"], entry["loader"], entry["name"]
         state = _to(entry["state"], store.strategy.device)
         if place in merged:
-            merged[place].merge(state)
+            if takes_over:
+                merged[place].merge(state)
             continue
         record = _record(entry, store, module)
         if record is not None:
-            record.load(state)
+            if takes_over:
+                record.load(state)
             record.value, record.fresh, record.seen = _to(entry["value"], store.strategy.device), entry["fresh"], True
             merged[place] = record
     for (moment, idx, name), record in merged.items():
@@ -106,18 +111,27 @@ def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]
     }
 
 
-def put_back_measured(module: nn.Module, ranks: list[dict[str, dict[str, Any]]]) -> None:
-    """Restore what :func:`measured` returned on those ranks of the saved run that this rank takes over."""
+def put_back_measured(module: nn.Module, ranks: list[dict[str, dict[str, Any]]], takes_over: bool) -> None:
+    """Restore what :func:`measured` returned on those ranks of the saved run that this rank takes over.
+
+    If it ``takes_over`` none of them, it only gets the values of the last step.
+    """
     found = dict(_metrics(module))
     begun = set()
     for name, kept in ((name, kept) for states in ranks for name, kept in states.items() if name in found):
         metric, state = found[name], _to(kept["state"], found[name].device)
-        if name in begun:
+        if name in begun and takes_over:
             metric._update_count += kept["updates"]
             metric._reduce_states(state)
             continue
         begun.add(name)
         metric.reset()
-        metric._update_count, metric._forward_cache = kept["updates"], _to(kept["last"], metric.device)
+        metric._forward_cache = _to(kept["last"], metric.device)
+        if not takes_over:
+            for attribute, value in state.items():
+                if isinstance(value, list) and metric._reductions[attribute] is not None:  # gathered in its dtype
+                    setattr(metric, attribute, [torch.atleast_1d(one)[:0] for one in value[:1]])
+            continue
+        metric._update_count = kept["updates"]
         for attribute, value in state.items():
             setattr(metric, attribute, value)

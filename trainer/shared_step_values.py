@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 #: Number of elements in the first vector that is reduced; the same on every process, whatever it logged.
 ROOM = 64
 #: Number of elements before the values. They are 1 (0 from a process that only keeps step), the number of sums, the
-#: number of extremes, and two checksums of the names, each with its square. Their sums show whether all checksums are
-#: equal.
-HEADER = 7
+#: number of extremes, two checksums of the names, each with its square, and the weight of this process's means. The
+#: sums of the checksums show whether all of them are equal.
+HEADER = 8
 
 
 class Sharing:
@@ -67,11 +67,11 @@ class Sharing:
 
         record.update = update
 
-    def share(self, counts: bool = True) -> None:
+    def share(self, counts: bool = True, weight: float = 1.0) -> None:
         """Reduce the values logged since the last reduction; every process must call this after each of its batches.
 
-        This process's values are included if ``counts`` is True and it is not ``muted``. Raises ValueError if the
-        processes logged different names.
+        This process's values are included if ``counts`` is True and it is not ``muted``, and its means have ``weight``.
+        Raises ValueError if the processes logged different names.
         """
         counts = counts and not self.muted
         self.muted = False
@@ -80,7 +80,7 @@ class Sharing:
             for key, record in sorted(self.pending.items()):
                 by_group[_name(record.options.sync_dist_group)][f"{_op(record)} {key}"] = record
             for name in sorted(by_group):
-                self._reduce(self._groups[name], by_group[name], counts)
+                self._reduce(self._groups[name], by_group[name], counts, weight)
         self.pending.clear()
 
     def idle(self, groups: list[str] | None) -> list[str]:
@@ -108,7 +108,7 @@ class Sharing:
                 raise self._unlike(None, [f"{_op(record)} {key}" for key, record in self.pending.items()])
         return self.active
 
-    def _reduce(self, group: Any, records: dict[str, Record], counts: bool) -> bool:
+    def _reduce(self, group: Any, records: dict[str, Record], counts: bool, weight: float = 1.0) -> bool:
         """Reduce records across a group and store the results in them; return whether any process had values."""
         strategy, device = self.strategy, self.strategy.device
         sums = [r for r in records.values() if _op(r) in ("mean", "sum")]
@@ -117,12 +117,15 @@ class Sharing:
         room = torch.zeros(ROOM, dtype=torch.float64, device=device)
         values = room[:0]
         if counts:
-            header = [1, len(sums), len(extremes), first, first**2, second, second**2]
+            header = [1, len(sums), len(extremes), first, first**2, second, second**2, weight]
             values = _stacked(sums, device)
+            if weight != 1.0:
+                values = values * values.new_tensor([weight if _op(record) == "mean" else 1.0 for record in sums])
             room[:HEADER] = torch.tensor(header, dtype=torch.float64)
             room[HEADER : HEADER + len(sums)] = values[: ROOM - HEADER]
         room = strategy.reduce(room, "sum", group)
-        found = [round(number) for number in room[:HEADER].tolist()]
+        *header, weights = room[:HEADER].tolist()
+        found = [round(number) for number in header]
         processes = found[0]
         if any(processes * found[at + 1] != found[at] ** 2 for at in (3, 5)):
             raise self._unlike(group, list(records) if counts else None)
@@ -137,7 +140,7 @@ class Sharing:
             shared = torch.cat([shared, strategy.reduce(rest, "sum", group)])
         if shows:
             times = strategy.world_size / strategy.num_data_ranks  # how many times a sum counts the same data
-            _give(sums, shared, [times if _op(record) == "sum" else processes for record in sums])
+            _give(sums, shared, [times if _op(record) == "sum" else weights for record in sums])
         if alike[2]:
             signs = [1.0 if _op(record) == "max" else -1.0 for record in extremes]
             most = room.new_full((alike[2],), -math.inf)

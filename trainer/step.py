@@ -26,7 +26,6 @@ from .profiling import by_module
 
 if TYPE_CHECKING:
     from .run import Run
-    from .state import RunState
 
 Outputs = Any
 
@@ -70,7 +69,7 @@ class TrainStep(ManualStep):
     Attributes:
         losses: reads the loss from what ``training_step`` returned, and counts the items of the window.
         optimizer: the fit's only optimizer, or a :class:`.JointOptimizer` that combines all of them.
-        share: this rank's weight in the epoch's last batch, if the batch's size differs between ranks.
+        source: knows this rank's weight in the epoch's last batch, if the batch's size differs between ranks.
         sync: tells the strategy whether the next backward averages gradients across ranks; None if every backward does.
         scales: whether fp16 scales the losses; if so, gradients are unscaled before each step.
         clip: clips an optimizer's gradients; None if they are not clipped.
@@ -90,7 +89,7 @@ class TrainStep(ManualStep):
         module, hooks, strategy = run.module, run.hooks, run.strategy
         self.optimizer: Optimizer = run.joint.optimizer
         self.accumulate = run.trainer.accumulate_grad_batches
-        self.share = run.source.last_share
+        self.source = run.source
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
         self.before_step = hooks.on_before_optimizer_step
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
@@ -162,8 +161,8 @@ class TrainStep(ManualStep):
         if not self.losses.by_items:
             if self.accumulate > 1:
                 loss = loss / self.accumulate
-            if self.share != 1.0 and self.state.is_last_batch:
-                loss = loss * self.share
+            if self.state.is_last_batch and (share := self.source.last_share) != 1.0:
+                loss = loss * share
         for hook in self.before_backward:
             hook(loss)
         try:
@@ -314,13 +313,13 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """A step for a rank without samples in the epoch's last batch; it discards the values logged in that batch."""
+    """A step for a rank that may have no samples in the epoch's last batch, whose values it then discards."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
-        if not self.state.is_last_batch:
+        if not self.state.is_last_batch or self.run.source.last_share:
             return self.step(batch, batch_idx)
         with self.run.metrics.muted(self.run.module):
             return self.step(batch, batch_idx)
@@ -329,13 +328,13 @@ class EmptyLastStep(ManualStep):
         self.step.finish_window()
 
 
-def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable[..., Any]:
+def without_last_items(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``forward`` for an :class:`EmptyLastStep`, so that it reports no items for the epoch's last batch."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)
-        counts = state.is_last_batch and isinstance(output, dict) and "num_items" in output
-        return output | {"num_items": 0} if counts else output
+        empty = run.state.is_last_batch and run.source.last_share == 0.0
+        return output | {"num_items": 0} if empty and isinstance(output, dict) and "num_items" in output else output
 
     return forward_without
 

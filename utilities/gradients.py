@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .. import messages
 from ..processes.device_transfer import full_value
 
 
@@ -19,7 +20,10 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     Returns:
         Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of all these
         norms. The dict is empty if there are no gradients. With sharded gradients, these are the norms of the whole
-        gradients, so all processes must call this.
+        gradients, so all processes must call this. In a pipeline, each process gets the norms of all stages.
+
+    Raises:
+        ValueError: the module is a part of a model that a pipeline has split, so other stages' gradients are unknown.
     """
     order = float(norm_type)
     if order <= 0:
@@ -29,6 +33,21 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
+    if any(parameter.is_meta for parameter in module.parameters()):
+        norms = _of_all_stages(module, norms)
     if norms:
         norms[f"grad_{order}_norm_total"] = torch.stack([norm.float() for norm in norms.values()]).norm(order)
     return norms
+
+
+def _of_all_stages(module: nn.Module, norms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the norms of all processes, because each process of a pipeline only has its own stages' weights."""
+    trainer = getattr(module, "trainer", None)
+    if trainer is None:
+        raise ValueError(
+            f"grad_norm got {messages.a(module)} with weights on the meta device. In a pipeline, these weights belong "
+            "to other processes, which only the TrainingModule knows. Pass it: grad_norm(self, 2)."
+        )
+    device = trainer.strategy.device
+    found = trainer.strategy.gather_objects({name: norm.item() for name, norm in norms.items()})
+    return {name: torch.tensor(norm, device=device) for one in found for name, norm in one.items()}

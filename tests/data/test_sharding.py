@@ -37,7 +37,7 @@ from paceline.data.loaders import (
     release_shuffling,
     seed_shuffling,
 )
-from paceline.data.sharding import batch_indices, last_share, shard_evaluation, shard_training, surplus
+from paceline.data.sharding import batch_indices, last_share, shard_evaluation, shard_training, surplus, unweighted
 
 Make = Callable[[], Any]
 
@@ -865,6 +865,24 @@ def test_a_combined_loader_has_the_share_of_those_that_end_with_it():
     assert [share(rank, long, short) for rank in range(2)] == [2.0, 0.0]
     assert [share(rank, long, even) for rank in range(2)] == [1.0, 1.0]
     assert [share(rank, long, long) for rank in range(2)] == [2.0, 0.0]
+
+
+def test_uneven_last_batches_that_cannot_get_their_own_weight_are_found():
+    long, short, even = DataLoader(range(29), 2), DataLoader(range(13), 2), DataLoader(range(32), 2)
+
+    def found(mode: str, *loaders: DataLoader, limits: Any = None) -> list[int]:
+        loader = shard_training(CombinedLoader(list(loaders), mode), 0, 2)
+        loader.limits = limits
+        return unweighted(loader, len(loader))
+
+    assert found("max_size_cycle", long, short) == [0, 1]
+    assert found("max_size_cycle", long, short, limits=[3, 5]) == [1]
+    assert found("max_size_cycle", even, short) == [1]
+    assert found("max_size_cycle", long, long) == found("max_size_cycle", even, even) == []
+    assert found("max_size_cycle", even, DataLoader(range(13), 2, drop_last=True)) == []
+    assert found("min_size", long, even) == [0]
+    assert found("min_size", long, DataLoader(range(12), 2)) == []
+    assert found("min_size", DataLoader(range(27), 2), long) == [0]
 
 
 def test_a_combined_loader_is_surplus_where_all_that_end_with_it_are():

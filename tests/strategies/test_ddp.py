@@ -326,6 +326,22 @@ def test_a_static_graph_accumulates_from_the_first_window_on() -> None:
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
 
 
+def test_a_static_graph_is_refused_in_manual_optimization() -> None:
+    def refused() -> str:
+        class ByHand(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = False
+
+        with pytest.raises(ValueError, match="static_graph=True") as error:
+            fit(DDPStrategy(static_graph=True), 16, 2, module=ByHand)
+        return str(error.value)
+
+    for text in ranks(2, refused):
+        assert text.startswith("DDPStrategy(static_graph=True) does not work with manual optimization, which ByHand")
+        assert "Leave static_graph out" in text
+
+
 def test_options_reach_distributed_data_parallel() -> None:
     def options() -> Any:
         class Looks(Net):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rank_processes import ranks
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline import Callback, DataModule, Trainer, TrainingModule
 from paceline.callbacks.base import HOOKS
@@ -480,3 +482,76 @@ def test_step_values_of_an_evaluation_go_to_the_loggers_only(quiet: dict[str, An
     assert trainer.logged_metrics == {"both_step": 1.0, "alone": 1.0, "both_epoch": 0.5}
     with pytest.raises(KeyError, match="an evaluation's step value, which goes only to the loggers"):
         trainer.callback_metrics["both_step"]
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(float(self.size))[:, None])
+
+
+class Sums(TrainingModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("sum", batch.sum() + 0 * self.layer(batch).sum(), reduce_fx="sum")
+        self.log("mean", batch.mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch.flatten() + 0 * self.layer(batch).flatten()
+
+
+def evaluated_streams(strategy: str, workers: int) -> list[Any]:
+    found: list[Any] = []
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    for size, batch_size, drops in ((29, 4, True), (29, 1, False), (1, 4, False)):
+        trainer, module = Trainer(accelerator="cpu", strategy=strategy, devices=2, **quiet), Sums()
+        loader = DataLoader(Stream(size), batch_size, drop_last=drops, num_workers=workers)
+        found += trainer.validate(module, loader, verbose=False)
+        predicted = trainer.predict(module, loader, gather=True)
+        found.append(torch.cat(predicted).tolist())  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 0), ("ddp", 1), ("fsdp", 0)])
+def test_samples_of_a_stream_are_evaluated_once(strategy: str, workers: int) -> None:
+    expected: list[Any] = []
+    for size in (28, 29, 1):
+        samples = list(map(float, range(size)))
+        expected += [{"sum": sum(samples), "mean": pytest.approx(sum(samples) / size)}, samples]
+    for found in ranks(2, evaluated_streams, strategy, workers):
+        assert found == expected
+
+
+class MeasuresTwo(Sums):
+    def __init__(self) -> None:
+        import torchmetrics
+
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.mean.update(self.layer(batch) * 0 + batch)
+        self.log("mean", self.mean)
+
+
+def measured_on_two_loaders(strategy: str) -> list[Any]:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", strategy=strategy, devices=2, **quiet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trainer.validate(MeasuresTwo(), [DataLoader(Stream(9), 2), DataLoader(Stream(5), 2)], verbose=False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_metric_that_two_loaders_share_is_computed_after_each(strategy: str) -> None:
+    pytest.importorskip("torchmetrics")
+    expected = [{"mean/dataloader_idx_0": 4.0}, {"mean/dataloader_idx_1": pytest.approx(46 / 14)}]
+    assert ranks(2, measured_on_two_loaders, strategy) == [expected] * 2

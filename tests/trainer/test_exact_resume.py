@@ -30,6 +30,7 @@ from paceline.callbacks import (
 from paceline.callbacks.checkpoint_retention import Checkpoint
 from paceline.loggers import Logger
 from paceline.processes.seed import seed_all
+from paceline.strategies import DDPStrategy
 
 SIZE = 22
 
@@ -439,6 +440,24 @@ SPREAD: dict[str, Case] = {
         devices=2,
         at=3,
     ),
+    "fsdp, averaged, validation": Case(
+        module=Constant,
+        validates=True,
+        val_check_interval=3,
+        callbacks=[EMAWeightAveraging(decay=0.5)],
+        strategy="fsdp",
+        devices=2,
+        at=2,
+    ),
+    "ddp, own averages": Case(
+        module=Constant,
+        validates=True,
+        val_check_interval=3,
+        callbacks=[EMAWeightAveraging(decay=0.5)],
+        strategy=DDPStrategy(broadcast_buffers=False),
+        devices=2,
+        at=2,
+    ),
 }
 
 
@@ -468,10 +487,12 @@ class Whole(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def cut(path: Path, batch: int, devices: int, resume: bool = False, accumulate: int = 1) -> Any:
+def cut(
+    path: Path, batch: int, devices: int, resume: bool = False, accumulate: int = 1, make: Callable[[], Net] = Net
+) -> Any:
     """One epoch of 24 samples in batches of 2 a rank; saved after a batch, or gone on with from there."""
     seed_all(devices)
-    module = Net()
+    module = make()
     trainer = Trainer(
         logger=False,
         enable_progress_bar=False,
@@ -505,6 +526,62 @@ def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one
     assert "batch 6 of the epoch (batch 3 in the saved run)" in said
     assert "running metrics" in said
     assert "RNG states" not in said
+
+
+class Sorted(Net):
+    """Logs a torchmetrics object with states of two dtypes in lists."""
+
+    def __init__(self) -> None:
+        import torchmetrics
+
+        super().__init__()
+        self.auroc = torchmetrics.AUROC("binary")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch, batch_idx)
+        self.auroc(torch.tensor([0.2, 0.8]) + batch_idx / 50, torch.tensor([batch_idx % 3 > 0, 1]).int())
+        self.log("auroc", self.auroc, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_ranks_without_a_batch_of_the_resumed_epoch_have_its_values_too(tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics")
+    _, expected, _ = cut(tmp_path / "one", 11, 1, make=Sorted)
+    for samples, found, _ in ranks(2, cut, tmp_path / "one", 11, 2, True, 1, Sorted):
+        assert samples == []
+        assert found == pytest.approx(expected)
+
+
+class ByHandAlone(TinyModule):
+    """Steps after every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_hand(path: Path, devices: int, resume: bool = False) -> Tensor:
+    seed_all(3)
+    module = ByHandAlone()
+    trainer = make(devices=devices, strategy="ddp" if devices > 1 else "auto", max_epochs=1)
+    trainer.callbacks += [] if resume else [Whole(path, 2)]
+    trainer.fit(module, tiny_loader(6 * devices, batch_size=4 // devices), ckpt_path=path if resume else None)
+    return module.layer.weight.detach()
+
+
+@pytest.mark.parametrize("then", [1, 2])
+def test_on_another_number_of_ranks_a_manual_window_goes_on_with_its_gradients(then: int, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    expected = by_hand(path, 1) if then == 1 else ranks(2, by_hand, path, 2)[0]
+    found = by_hand(path, 1, True) if then == 2 else ranks(2, by_hand, path, 2, True)[0]
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_rank_that_was_not_there_derives_its_random_states_and_a_window_begins_anew(
@@ -630,15 +707,17 @@ def test_gradients_that_a_failed_fit_left_are_not_the_next_ones() -> None:
     assert trainer.global_step == 3
 
 
+@pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize(("batch_size", "count"), [(4, 2), (2, 1), (3, 2)])
 def test_a_run_with_another_batch_size_goes_on_at_the_same_sample(
-    tmp_path: Path, quiet: dict[str, Any], batch_size: int, count: int
+    tmp_path: Path, quiet: dict[str, Any], batch_size: int, count: int, combined: bool
 ) -> None:
     def run(size: int, devices: int = 1, **more: Any) -> list[int]:
         seen: list[int] = []
 
         class Notes(TinyModule):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
+                batch = batch[0] if combined else batch
                 seen.extend(batch[2].tolist())
                 return super().training_step(batch[:2], batch_idx)
 
@@ -652,7 +731,7 @@ def test_a_run_with_another_batch_size_goes_on_at_the_same_sample(
         strategy = "ddp" if devices > 1 else "auto"
         torch.manual_seed(5)
         Trainer(**quiet, max_epochs=1, callbacks=[Saves()], strategy=strategy, devices=devices).fit(
-            Notes(), loader, **more
+            Notes(), [loader, DataLoader(range(24), size)] if combined else loader, **more
         )
         return seen
 

@@ -115,3 +115,23 @@ def test_rank_0_warns_of_another_ranks_loss() -> None:
     (first, second) = ranks(2, fit)
     assert [text.partition(".")[0] for text in first] == ["aux_loss is nan as of step 2, epoch 0"]
     assert second == []
+
+
+def test_last_batches_of_combined_loaders_that_cannot_be_weighted_are_warned_of() -> None:
+    class Both(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch[0]) + self.loss(batch[1])
+
+    def fit(size: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaders = [tiny_loader(8, batch_size=3), tiny_loader(size, batch_size=3)]
+            quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 2}
+            Trainer(accelerator="cpu", strategy="ddp", devices=2, **quiet).fit(Both(), loaders)
+        return [str(one.message) for one in caught if "unevenly" in str(one.message)]
+
+    (text,), other = ranks(2, fit, 5)
+    assert text.startswith("The 2 processes share the last batch of loader 1 of the CombinedLoader unevenly.")
+    assert "drop_last=True to that loader" in text
+    assert other == []
+    assert ranks(2, fit, 4) == [[], []]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rank_processes import ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 from paceline import Callback, Trainer, TrainingModule, messages
 from paceline.loggers import Logger
@@ -1106,6 +1107,32 @@ def test_step_values_that_processes_share_are_reduced_wherever_they_are_read(log
         assert logged["both_epoch"] == logged["epoch_value"] == 2.5
         assert kinds == {torch.float32}
         assert reduced.count("max") == 2  # once a batch; so are means and sums, in one reduction
+
+
+class TogetherUneven(Values):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("step", batch.mean(), sync_dist=True)
+        self.log("sum", batch.sum(), sync_dist=True, reduce_fx="sum")
+        return self.layer(batch).sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("hook", batch.mean(), sync_dist=True)
+
+
+def logged_unevenly(size: int) -> list[tuple[float, ...]]:
+    module, logger = TogetherUneven(), Memory()
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=logger, max_epochs=1, **quiet)
+    trainer.fit(module, DataLoader(torch.arange(float(size))[:, None], 2))
+    return [float(trainer.callback_metrics[name]) for name in ("step", "hook", "sum")]
+
+
+@pytest.mark.parametrize(("size", "mean", "total"), [(7, 5.0, 15.0), (5, 4.0, 4.0), (8, 5.5, 22.0)])
+def test_shared_step_means_count_each_sample_of_an_uneven_last_batch_once(size: int, mean: float, total: float) -> None:
+    expected = [pytest.approx(value) for value in (mean, mean, total)]
+    first, second = ranks(2, logged_unevenly, size)
+    assert first == expected
+    assert second == expected
 
 
 # ---- the hooks that errors name --------------------------------------------------------------------------------------

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import QUIET
+from rank_processes import ranks
+from tiny import QUIET, TinyModule, tiny_loader
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import Callback, Trainer, TrainingModule, messages
 
@@ -350,3 +353,43 @@ def test_a_batch_that_is_none_is_skipped_and_does_not_count(kind: str) -> None:
         fit(plain, [one, two], accumulate_grad_batches=3)
         assert torch.equal(module.layer.weight, plain.layer.weight)
         assert not torch.equal(module.layer.weight, Net().layer.weight)
+
+
+class Unsized(IterableDataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.data = tiny_loader(1, size).dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(len(self.data)))  # type: ignore[arg-type]
+
+
+class Averaged(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+        self.log("step", loss, sync_dist=True)
+        return loss
+
+
+class Counted(Averaged):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "num_items": len(batch[0])}
+
+
+def fit_streams(kind: type[TinyModule], batch_size: int) -> list[Any]:
+    """Train on streams whose last batch has 5 of 8 samples, and 1 of 8."""
+    found: list[Any] = []
+    for size, accumulate in ((21, 1), (17, 1), (17, 2)):
+        torch.manual_seed(5)
+        module, strategy = kind(), "ddp" if batch_size == 4 else "single_device"
+        trainer = Trainer(**QUIET, strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate)
+        trainer.fit(module, DataLoader(Unsized(size), batch_size))
+        found += [module.layer.weight.detach().clone(), trainer.callback_metrics["mean"]]
+        found += [trainer.callback_metrics["step"]]
+    return found
+
+
+@pytest.mark.parametrize("kind", [Averaged, Counted])
+def test_each_sample_of_the_uneven_last_batch_of_a_stream_has_the_same_weight(kind: type[TinyModule]) -> None:
+    alone = fit_streams(kind, 8)
+    torch.testing.assert_close(ranks(2, fit_streams, kind, 4), [alone] * 2, rtol=1e-5, atol=1e-6)

@@ -20,6 +20,7 @@ from paceline import Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 from paceline.loggers import CSVLogger
 from paceline.strategies import ModelParallelStrategy
+from paceline.utilities import grad_norm
 
 WORDS, WIDTH = 11, 8
 
@@ -191,6 +192,19 @@ def test_gradients_are_clipped_by_the_norm_over_all_stages(kind: type[Language])
     assert error(untouched, exact) > 1e-2
     (state, _, _), _ = ranks(2, lambda: fit(kind(), data(), pipeline(), 2, gradient_clip_val=0.5))
     assert error(state, exact) < 1e-6
+
+
+class Measured(Language):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logged_norms_of_gradients_are_those_of_all_stages(tied: bool) -> None:
+    _, expected, _ = fit(Measured(tied), data())
+    assert "grad_2.0_norm_total" in expected
+    for _, found, _ in ranks(2, lambda: fit(Measured(tied), data(), pipeline(), 2)):
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_losses_are_weighed_by_items_over_micro_batches_and_windows() -> None:
