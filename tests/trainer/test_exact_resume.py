@@ -577,7 +577,7 @@ def by_hand(path: Path, devices: int, resume: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("then", [1, 2])
-def test_on_another_number_of_ranks_a_manual_window_goes_on_with_its_gradients(then: int, tmp_path: Path) -> None:
+def test_on_another_number_of_ranks_a_manual_window_continues_with_its_gradients(then: int, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     expected = by_hand(path, 1) if then == 1 else ranks(2, by_hand, path, 2)[0]
     found = by_hand(path, 1, True) if then == 2 else ranks(2, by_hand, path, 2, True)[0]
