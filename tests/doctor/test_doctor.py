@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from patients import CLOCK, QUIET, Healthy, Slow, Small, batches, diagnose, keys
+from patients import CLOCK, SETTINGS, Healthy, Slow, Small, batches, diagnose, keys
 from rank_processes import ranks
 from torch.utils.data import DataLoader
 
@@ -200,7 +200,7 @@ def test_a_run_that_fails_leaves_nothing_behind_and_one_that_is_short_makes_no_r
     for at in (1, WARM_UP, 12):
         doctor = Doctor(write=False)
         with pytest.raises(KeyError, match="on purpose"):
-            Trainer(**QUIET, profiler=doctor).fit(Fails(at, fails), batches(20))
+            Trainer(**SETTINGS, profiler=doctor).fit(Fails(at, fails), batches(20))
         assert _get_current_dispatch_mode() is None
         assert gc.callbacks == hooks
         assert (doctor.report is None) == (at <= WARM_UP)
@@ -215,7 +215,7 @@ def test_a_run_that_is_ended_is_judged_by_the_steps_it_has_done(
     caplog.set_level("INFO")
     doctor = Doctor(tmp_path)
     with pytest.raises(error):
-        Trainer(**QUIET, profiler=doctor).fit(Fails(60, ends), batches(100))
+        Trainer(**SETTINGS, profiler=doctor).fit(Fails(60, ends), batches(100))
     assert doctor.report is not None
     assert doctor.report.ranks[0].steps == 60 - WARM_UP, "the step under way is left out"
     assert json.loads((tmp_path / "doctor.json").read_text())["verdict"] == doctor.report.verdict()
@@ -231,7 +231,7 @@ def test_a_validation_that_is_broken_off_counts_as_long_as_it_took() -> None:
 
     doctor = Doctor(write=False)
     with pytest.raises(KeyboardInterrupt):
-        Trainer(**QUIET, profiler=doctor).fit(Stuck(0.001), batches(20), batches(2))
+        Trainer(**SETTINGS, profiler=doctor).fit(Stuck(0.001), batches(20), batches(2))
     assert doctor.report is not None
     assert doctor.report.ranks[0].seconds["evaluation"] >= 0.2
     assert "evaluation_share" in keys(doctor.report)
@@ -247,14 +247,14 @@ def test_an_error_of_the_doctor_s_own_does_not_hide_the_one_that_ended_the_run(
     monkeypatch.setattr(Doctor, method, breaks)
     told = pytest.warns(PacelineWarning, match="the run also raised RuntimeError: the doctor's own")
     with told, pytest.raises(KeyError, match="on purpose"):
-        Trainer(**QUIET, profiler="doctor").fit(Fails(30, fails), batches(100))
+        Trainer(**SETTINGS, profiler="doctor").fit(Fails(30, fails), batches(100))
 
 
 def test_of_several_processes_that_fail_the_first_is_judged_alone() -> None:
     def run() -> Any:
         doctor = Doctor(write=False)
         with contextlib.suppress(BaseException):
-            Trainer(**QUIET, profiler=doctor, strategy="ddp", devices=2).fit(Fails(30, fails), batches(100))
+            Trainer(**SETTINGS, profiler=doctor, strategy="ddp", devices=2).fit(Fails(30, fails), batches(100))
         return None if doctor.report is None else doctor.report.as_dict()
 
     first, second = ranks(2, run)
@@ -268,7 +268,7 @@ def test_of_several_processes_that_fail_the_first_is_judged_alone() -> None:
 def test_a_script_that_fails_is_no_report_for_the_command_that_runs_it(tmp_path: Path) -> None:
     plan = Plan(str(tmp_path / "report.json"))
     with pytest.raises(KeyError, match="on purpose"):
-        Trainer(**QUIET, profiler=PlannedDoctor(plan)).fit(Fails(30, fails), batches(100))
+        Trainer(**SETTINGS, profiler=PlannedDoctor(plan)).fit(Fails(30, fails), batches(100))
     assert not Path(plan.out).exists()
 
 
@@ -282,7 +282,7 @@ def test_epochs_accumulation_and_a_stop_inside_an_epoch_are_measured_alike() -> 
 
 def test_only_a_fit_is_examined() -> None:
     doctor = Doctor(write=False)
-    trainer = Trainer(**QUIET, profiler=doctor)
+    trainer = Trainer(**SETTINGS, profiler=doctor)
     trainer.validate(Validates(), batches(3), verbose=False)
     assert doctor.report is None
     trainer.fit(Small(), batches(20))
@@ -298,7 +298,7 @@ class Validates(Small):
 
 def test_a_report_is_written_beside_the_logs_and_read_back(tmp_path: Path) -> None:
     doctor = Doctor()
-    Trainer(**{**QUIET, "default_root_dir": tmp_path / "run"}, profiler=doctor).fit(Small(), batches(20))
+    Trainer(**{**SETTINGS, "default_root_dir": tmp_path / "run"}, profiler=doctor).fit(Small(), batches(20))
     data = json.loads((tmp_path / "run" / "doctor.json").read_text())
     assert data["version"] == 1
     assert data["verdict"] == doctor.report.verdict()  # type: ignore[union-attr]
@@ -308,7 +308,7 @@ def test_a_report_is_written_beside_the_logs_and_read_back(tmp_path: Path) -> No
 
 
 def test_the_name_doctor_means_it() -> None:
-    assert isinstance(Trainer(**QUIET, profiler="doctor").profiler, Doctor)
+    assert isinstance(Trainer(**SETTINGS, profiler="doctor").profiler, Doctor)
 
 
 def test_rows_before_the_warm_up_and_rows_without_a_step_do_not_count() -> None:
@@ -333,7 +333,7 @@ def test_of_a_long_run_the_newest_steps_are_kept_and_what_was_counted_is_theirs(
 
 def test_operators_need_not_be_looked_at() -> None:
     doctor = Doctor(write=False, operators=False)
-    Trainer(**QUIET, profiler=doctor).fit(Small(), batches(12))
+    Trainer(**SETTINGS, profiler=doctor).fit(Small(), batches(12))
     assert doctor.report is not None
     assert doctor.report.ranks[0].operators is None
 

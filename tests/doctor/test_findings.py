@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from patients import CLOCK, QUIET, Healthy, Slow, Small, batches, diagnose, keys, only
+from patients import CLOCK, SETTINGS, Healthy, Slow, Small, batches, diagnose, keys, only
 from rank_processes import ranks
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -541,7 +541,7 @@ def two(hook: Any = None, seconds: tuple[float, float] = (0.0, 0.0)) -> Report:
         doctor = Doctor(write=False)
         strategy = DDPStrategy(ddp_comm_hook=hook)
         module = Small(seconds[int(os.environ["RANK"])])
-        Trainer(**{**QUIET, "profiler": doctor, "strategy": strategy, "devices": 2}).fit(module, batches(16))
+        Trainer(**{**SETTINGS, "profiler": doctor, "strategy": strategy, "devices": 2}).fit(module, batches(16))
         return None if doctor.report is None else doctor.report.as_dict()
 
     first, second = ranks(2, run)
