@@ -424,8 +424,9 @@ class WeightAveraging(Callback):
         if "callbacks" in checkpoint:  # otherwise, the file contains only weights
             checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
             save_own_buffers(trainer, checkpoint, average.held_buffers())
-            own = buffers_apart(average.buffers(), trainer.strategy)
-            checkpoint["callbacks"][self.state_key]["buffers"] = trainer.strategy.gather_objects(own)
+            of_ranks = trainer.strategy.gather_objects(buffers_apart(average.buffers(), trainer.strategy))
+            if any(of_ranks):
+                checkpoint["callbacks"][self.state_key]["buffers"] = of_ranks
         if not self._final:
             checkpoint["state_dict"] = _replaced(state, average.average_state(trainer.strategy))
 
