@@ -58,6 +58,12 @@ class WeightAverage:
         device: torch.device | None = None,
         use_buffers: bool = True,
     ) -> None:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise NotImplementedError(
+                f"{type(module).__name__}'s weights cannot be averaged in a pipeline, where each process has only the "
+                "weights of its own stages. Leave the callback that averages them out, or split the model with "
+                "ModelParallelStrategy(tensor_parallel=...) or data_parallel_shard instead of pipeline_parallel."
+            )
         self.module = module
         self.n_averaged = 0
         self.held: list[Tensor] | None = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import Callback, Trainer, TrainingModule
-from paceline.callbacks import ModelCheckpoint
+from paceline.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from paceline.loggers import CSVLogger
 from paceline.strategies import ModelParallelStrategy
 from paceline.utilities import grad_norm
@@ -205,6 +205,17 @@ def test_logged_norms_of_gradients_are_those_of_all_stages(tied: bool) -> None:
     assert "grad_2.0_norm_total" in expected
     for _, found, _ in ranks(2, lambda: fit(Measured(tied), data(), pipeline(), 2)):
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("average", [EMAWeightAveraging, lambda: StochasticWeightAveraging(0.1, swa_epoch_start=1)])
+def test_weights_of_other_stages_cannot_be_averaged(average: Any) -> None:
+    def run() -> None:
+        trainer(pipeline(), 2, callbacks=[average()], max_epochs=2).fit(Language(), data())
+
+    with pytest.raises(RanksError) as raised:
+        ranks(2, run)
+    for error in raised.value.errors:
+        assert "Language's weights cannot be averaged in a pipeline" in str(error)
 
 
 def test_losses_are_weighed_by_items_over_micro_batches_and_windows() -> None:
