@@ -113,8 +113,8 @@ demo: .demo/installed
 	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) -m venv .demo
 	.demo/bin/python -m pip install $(PIP_FLAGS) $(NEW_PIP)
-	.demo/bin/python -m pip install $(PIP_FLAGS) -c requirements-dev.lock setuptools
-	.demo/bin/python -m pip install $(PIP_FLAGS) -c requirements-dev.lock --no-build-isolation -e . scikit-learn matplotlib
+	.demo/bin/python -m pip install $(PIP_FLAGS) --no-compile -c requirements-dev.lock setuptools
+	.demo/bin/python -m pip install $(PIP_FLAGS) --no-compile -c requirements-dev.lock --no-build-isolation -e . scikit-learn matplotlib
 	touch $@
 
 clean:
