@@ -25,6 +25,12 @@ REASONS: dict[str, str] = {
         "six fresh interpreters in two network namespaces"
     ),
     "strategies/deepspeed/test_strategy.py": "the first use of a stage of DeepSpeed compiles and imports",
+    "loggers/test_csv.py::test_a_program_that_ends_without_finalize_leaves_its_rows": (
+        "cold: a fresh interpreter that imports torch"
+    ),
+    "loggers/test_fit.py::test_three_loggers_at_once_hold_the_same_values_at_the_same_steps": (
+        "the first fit of the file that starts wandb's own process"
+    ),
     "loggers/test_resume.py::test_wandb_goes_on_with_the_run_of_the_checkpoint": "starts wandb's own process twice",
     "compat/test_lightning.py::test_a_program_and_the_processes_that_it_starts_find_it": (
         "cold: three fresh interpreters one after the other, each of which imports torch"
