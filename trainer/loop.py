@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -25,7 +26,7 @@ from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
 if TYPE_CHECKING:
-    from .resume import Resumed
+    from .resume import Repeats, Resumed
     from .run import Run
     from .stopping import Reason
 
@@ -73,6 +74,7 @@ class FitLoop:
         self.guarded = any(callback.skips_together for callback in run.trainer.callbacks)
         self.losses = LossReader(run.module, run.strategy, together=self.guarded)
         self.manual_step_check = ManualStepCheck(run)
+        self.repeats: Repeats | None = None
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         run.fit = self
@@ -154,7 +156,6 @@ class FitLoop:
         self.plan_epoch()
         step, batches = self.step(), self.batches(start_batch)
         run_step = self.profiler.around("run_training_batch", step)  # `step` itself if nothing is profiled
-        batch_starts, batch_ends = self.batch_hooks()  # tuples of bound methods
         num_batches = run.source.num_training_batches  # inf if the loader has no length
         schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
         every_batch = self.validation.every is not None or bool(schedules.step_plateaus)
@@ -163,6 +164,7 @@ class FitLoop:
         batch_idx, complete, outputs = start_batch - 1, False, None
         with closing(batches):
             iterator = self.start_fetching(batches, start_batch)  # a resumed run first finishes the saved batch
+            batch_starts, batch_ends = self.batch_hooks()  # tuples of bound methods
             already_over = self.at_limit() or stops.here() == "asked"
             for batch in () if already_over else iterator:
                 batch_idx += 1
@@ -251,7 +253,13 @@ class FitLoop:
         if self.takes_iterator:
             starts = tuple(partial(_with_last_batch, hook) for hook in starts)
             ends = tuple(partial(_with_last_batch_and_outputs, hook) for hook in ends)
-        return starts, ends
+        return starts if self.repeats is None else (self.forget_repeats, *starts), ends
+
+    def forget_repeats(self, batch: Any, batch_idx: float) -> None:
+        """Discard what batches that a resumed run trained on again have logged, as the epoch's values had it before."""
+        if self.repeats is not None and batch_idx >= self.repeats.until:
+            self.repeats.forget()
+            self.repeats = None
 
     def step(self) -> ManualStep:
         """Create the epoch's step, because callbacks may have changed the optimizers or the accumulation."""
@@ -307,6 +315,8 @@ class FitLoop:
         iterator = self.profiler.iterate(name, self.profiler.around(name, iter)(batches))
         if resumed is not None:
             resumed.restore()
+        self.repeats = None if self.resumed is None else self.resumed.repeats()
+        if resumed is not None:
             self.finish_batch()
         self.resumed = None
         return iterator
@@ -369,6 +379,7 @@ class FitLoop:
     def end_epoch(self, complete: bool, outputs: Any) -> None:
         """Do the end-of-epoch work. If the epoch is not ``complete``, a later fit continues it."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
+        self.forget_repeats(None, math.inf)
         state.epoch_done, state.pending = complete, EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.end_epoch()

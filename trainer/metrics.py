@@ -212,10 +212,7 @@ class MetricStore:
         It is used for a batch that a process runs only because the other processes run one. Names that are first logged
         inside the context stay known, so that all processes have the same names.
         """
-        table, known, forget = self.records, set(self.records), self.remember()
-        metrics = sys.modules.get("torchmetrics")
-        kept: list[Any] = [m for m in module.modules() if isinstance(m, metrics.Metric)] if metrics is not None else []
-        states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in kept]
+        table, known, forget = self.records, set(self.records), self.remember_all(module)
         yield
         sharing = self.step_value_sharings()[0]
         logged = dict(sharing.pending)
@@ -224,11 +221,22 @@ class MetricStore:
         sharing.pending.update(logged)  # needed to share values with the other processes
         for name in table.keys() - known:
             table[name].seen = True
-        for metric, state, updates in states:
-            metric.reset()
-            for attribute, value in state.items():
-                setattr(metric, attribute, value)
-            metric._update_count = updates
+
+    def remember_all(self, module: nn.Module) -> Callable[[], None]:
+        """Like :meth:`remember`, but the returned function also restores the module's torchmetrics."""
+        forget, metrics = self.remember(), sys.modules.get("torchmetrics")
+        kept: list[Any] = [m for m in module.modules() if isinstance(m, metrics.Metric)] if metrics is not None else []
+        states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in kept]
+
+        def forget_all() -> None:
+            forget()
+            for metric, state, updates in states:
+                metric.reset()
+                for attribute, value in state.items():
+                    setattr(metric, attribute, value)
+                metric._update_count = updates
+
+        return forget_all
 
     def remember(self) -> Callable[[], None]:
         """Return a function that discards the values logged since this call, except in torchmetrics states."""

@@ -42,13 +42,15 @@ def gather_ranks(run: Run) -> list[dict[str, Any]]:
 def _of_this_rank(run: Run) -> dict[str, Any]:
     strategy, module, metrics, state = run.strategy, run.module, run.metrics, run.state
     fit, over = run.fit, state.epoch_done and state.pending is not Pending.EPOCH_VALUES
+    repeats = None if fit is None else fit.repeats
     kept: dict[str, Any] = {
         "rank": strategy.global_rank,
         "data_rank": strategy.data_rank,
         "device": strategy.device.type,
         "random": seed.random_states(),
-        "metrics": [] if over else running_metrics.logged(metrics, module),
-        "torchmetrics": running_metrics.measured(metrics, module),
+        "metrics": [] if over else running_metrics.logged(metrics, module) if repeats is None else repeats.logged,
+        "torchmetrics": running_metrics.measured(metrics, module) if repeats is None else repeats.measured,
+        "logged_until": 0 if state.epoch_done else state.next_batch if repeats is None else repeats.until,
         "gradients": _gradients(run),
         "buffers": buffers_apart(whole_buffers(run.module), strategy),
         "losses": None,
@@ -100,6 +102,26 @@ def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- restore ---------------------------------------------------------------------------------------------------------
 
 
+class Repeats:
+    """Batches that a resumed run trains on again, although the epoch's restored values already contain them.
+
+    Args:
+        run: the run, with the restored values.
+        until: index in the epoch of the first batch that the restored values do not contain.
+
+    Attributes:
+        logged: the restored values of ``self.log``, for a checkpoint that is saved before the batch ``until``.
+        measured: the restored states of the torchmetrics, for the same purpose.
+        forget: sets the epoch's values back to the restored ones.
+    """
+
+    def __init__(self, run: Run, until: int) -> None:
+        self.until = until
+        self.logged = running_metrics.logged(run.metrics, run.module)
+        self.measured = running_metrics.measured(run.metrics, run.module)
+        self.forget = run.metrics.remember_all(run.module)
+
+
 class Resumed:
     """This rank's state in a checkpoint, which the loop restores in several steps."""
 
@@ -120,6 +142,7 @@ class Resumed:
             section.get("progress", {}).get("shuffle_seed", 0), strategy.data_rank, run.state.global_step
         )
         self._random = "rng" in parts and bool(self.ranks)
+        self._logged_until = 0
 
     def _stood_for(self) -> list[dict[str, Any]]:
         """Return the entries of the saved ranks whose running metrics this rank takes over."""
@@ -155,6 +178,7 @@ class Resumed:
         saved = self.batch_samples
         if saved is None or now is None:  # assume that a rank's batch size has not changed
             saved, now = self._saved, ranks_now
+        self._logged_until = round(self.ranks[0].get("logged_until", 0) * saved / now) if self.ranks else 0
         if self.in_loops and batch and not state.epoch_done and saved != now:
             here, left = divmod(batch * saved, now)
             again = "; samples that do not fill a batch are trained on again" if left else ""
@@ -216,6 +240,11 @@ class Resumed:
             put_back_buffers(run.module, self.own["buffers"])
         if self._random:
             self._set((self.own or {}).get("random"), self._seed)
+
+    def repeats(self) -> Repeats | None:
+        """Return the batches to train on again whose values :meth:`restore` has restored; None if there are none."""
+        repeated = self.in_loops and self._logged_until > self.run.state.next_batch
+        return Repeats(self.run, self._logged_until) if repeated else None
 
     def _waiting(self) -> tuple[dict[str, Any], str]:
         """Return gradients of a manual step for this rank if the saved run had other ranks, and their description."""

@@ -30,7 +30,7 @@ from paceline.callbacks import (
 from paceline.callbacks.checkpoint_retention import Checkpoint
 from paceline.loggers import Logger
 from paceline.processes.seed import seed_all
-from paceline.strategies import DDPStrategy
+from paceline.strategies import DDPStrategy, SingleDevice
 
 SIZE = 22
 
@@ -526,6 +526,57 @@ def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one
     assert "batch 6 of the epoch (batch 3 in the saved run)" in said
     assert "running metrics" in said
     assert "RNG states" not in said
+
+
+class Counts(TinyModule):
+    """Logs the mean and, as a torchmetrics object, the sum of the samples that it trains on."""
+
+    def __init__(self) -> None:
+        import torchmetrics
+
+        super().__init__()
+        self.sum = torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        self.log("mean", x.mean(), on_epoch=True)
+        self.sum(x)
+        self.log("sum", self.sum, on_step=False, on_epoch=True)
+        return (self.layer.weight.sum() + self.layer.bias.sum()) * 0
+
+
+class WithoutWindow(SingleDevice):
+    """Cannot save the gradients of a window, like DeepSpeed."""
+
+    def window_gradients(self, module: nn.Module) -> None:
+        return None
+
+
+def count(path: Path, saves_after: int | None, devices: int = 1, strategy: Any = "auto") -> dict[str, float]:
+    """One epoch over 0..47 in batches of 2 for each rank and windows of 4; resumed from a file if there is one."""
+    trainer = make(devices=devices, strategy="ddp" if devices > 1 else strategy, accumulate_grad_batches=4)
+    trainer.callbacks += [] if saves_after is None else [Whole(path, saves_after)]
+    data = TensorDataset(torch.arange(48.0))
+    trainer.fit(Counts(), DataLoader(data, 2), ckpt_path=path if path.exists() else None)
+    return {name: trainer.callback_metrics[name].item() for name in ("mean_epoch", "sum")}
+
+
+@pytest.mark.parametrize("then", [1, 2])
+def test_on_another_number_of_ranks_a_repeated_window_counts_once(then: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics")
+    count(tmp_path / "saved", 5) if then == 1 else ranks(2, count, tmp_path / "saved", 5, 2)
+    found = count(tmp_path / "saved", None) if then == 2 else ranks(2, count, tmp_path / "saved", None, 2)[0]
+    assert found == {"mean_epoch": 23.5, "sum": 1128}
+
+
+@pytest.mark.parametrize("again", [None, 4, 5, 6])
+def test_a_window_that_a_resume_repeats_counts_once(again: int | None, tmp_path: Path) -> None:
+    """Also if the resumed run is saved and resumed again: inside the repeated batches, at their end, after it."""
+    pytest.importorskip("torchmetrics")
+    count(tmp_path / "saved", 5, strategy=WithoutWindow())
+    if again is not None:
+        count(tmp_path / "saved", again, strategy=WithoutWindow())
+    assert count(tmp_path / "saved", None, strategy=WithoutWindow()) == {"mean_epoch": 23.5, "sum": 1128}
 
 
 class Sorted(Net):
