@@ -133,7 +133,7 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"The optimizer already contains {len(params) - len(new)} of the {len(params)} parameters to "
-                "unfreeze. They stay in their groups. Pass the optimizer only the parameters that are trainable "
+                "unfreeze. These stay in their groups. Pass the optimizer only the parameters that are trainable "
                 "from the start: [p for p in self.parameters() if p.requires_grad]."
             )
         return new

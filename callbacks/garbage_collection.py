@@ -1,4 +1,4 @@
-"""Callback that runs Python's garbage collector on all ranks before the same step, instead of at arbitrary times."""
+"""Callback that runs Python's garbage collector at the same steps on all ranks, instead of at arbitrary times."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class GarbageCollection(Callback):
 
 
 def _long_lived() -> int:
-    """Return the number of objects that a full collection would scan; it is exact only right after one."""
+    """Return the number of objects that a full collection would scan; exact only right after a full collection."""
     return len(gc.get_objects(generation=2))
 
 
@@ -169,7 +169,7 @@ class _ProcessCollector:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, let Python collect only as a last resort; otherwise, undo that once no fit needs it any more."""
+        """If ``on``, make Python collect only as a last resort; else restore its thresholds once no fit needs this."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

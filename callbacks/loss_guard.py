@@ -39,9 +39,9 @@ class LossGuard(Callback):
     all decide alike, just as a single process with all the data would decide.
 
     *Actions.* ``"skip"`` skips the batch as if it were not in the data: it produces no gradients, is not counted in the
-    accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's
-    RNG state and the values passed to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated
-    still include the batch.
+    accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's RNG
+    state and the values passed to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated still
+    include the batch.
 
     ``"rollback"`` returns to the newest checkpoint whose weights had a good loss, restores everything that a resume
     restores, and skips the batch when it is read again. If the weights are not finite, it skips the previous batch

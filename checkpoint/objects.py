@@ -102,12 +102,12 @@ def types_within(checkpoint: Mapping[str, Any], entry: str) -> dict[str, str]:
 
 
 def names(found: Mapping[str, str]) -> list[str]:
-    """Return the paths and types of pickled objects for a message."""
+    """Describe pickled objects by path and type, for a message."""
     return [f"{place} ({kind})" for place, kind in found.items()]
 
 
 def is_trusted(weights_only: bool | None) -> bool:
-    """Return True if a caller's ``weights_only`` allows any code to run, or torch's environment variables do.
+    """Return True if the caller's ``weights_only`` or torch's environment variables allow arbitrary code to run.
 
     As in ``torch.load``, ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` forbids it, and ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` allows
     it if ``weights_only`` is None.

@@ -232,7 +232,7 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
         if splits_itself(dataset):
             why, instead = f"{name} itself decides which samples each rank reads", "let Paceline split the data by rank"
         elif isinstance(dataset, IterableDataset) and workers > 1:
-            why, instead = f"{workers} workers read {name} in turns", "use at most one worker"
+            why, instead = f"{workers} workers take turns reading {name}", "use at most one worker"
         else:
             continue
         messages.warn_once(

@@ -55,12 +55,12 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
 
     Batches that are not collected sample by sample from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a
     list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
-    because they may already be sharded by process. With an iterable dataset, each worker's stream ends separately,
-    and only the last batch of the stream that ends last is weighted exactly.
+    because they may already be sharded by process. With an iterable dataset, each worker's stream ends separately, and
+    only the last batch of the stream that ends last is weighted exactly.
 
     Args:
-        loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded individually.
-            A loader that is already split (for example, by a ``DistributedSampler``) is returned unchanged.
+        loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded individually. A
+            loader that is already split (for example, by a ``DistributedSampler``) is returned unchanged.
         rank: rank of this process.
         world: number of processes. If it is 1, the loader itself is returned.
     """
@@ -85,8 +85,7 @@ def last_share(loader: Any) -> float:
     The weight is ``own samples * processes / samples of all processes``: 1.0 if all processes have the same number of
     samples, and 0.0 for a batch that only repeats a sample. It applies to the loader's own last batch, not to the last
     batch before a limit. For a loader without a known length, the weight is valid once that batch has been fetched. For
-    a ``CombinedLoader``, it is the weight on which all loaders that end together with it agree, or 1.0 if they
-    disagree.
+    a ``CombinedLoader``, it is the common weight of all loaders that end together with it, or 1.0 if they differ.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}

@@ -241,7 +241,7 @@ class Report:
             }
             found.append(stacked_bars(bars, "ms"))
         if self.ranks[0].device_seconds:
-            found.append(paragraph("The device's time was measured for the parts, but the host's time for the step."))
+            found.append(paragraph("The parts were timed on the device, but the whole step was timed on the host."))
         return found
 
     def _line(self) -> Html:
