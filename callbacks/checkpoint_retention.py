@@ -229,9 +229,9 @@ class CheckpointKeeper(Checkpoint):
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the current step on all ranks when the signal ``name`` ends the fit, unless the step is already saved.
 
-        One file is written, because time may be short: ``last`` if it is kept. Otherwise, without a monitor, the new
-        file replaces the previous one as usual. With a monitor, the file is not ranked, and it is deleted once the
-        resumed run has saved again.
+        Only one file is written, because time may be short: ``last``, if the run keeps one. Otherwise, without a
+        monitor, the new file replaces the previous one as usual. With a monitor, the file is not ranked, and it is
+        deleted once the resumed run has saved again.
         """
         step = trainer.global_step
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):

@@ -444,7 +444,7 @@ def _read(path: str) -> dict[tuple[int, int], dict[str, Any]]:
             return _by_place(json.load(file)["batches"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"LossGuard: exclude_batches_path={path!r} was not written by LossGuard ({type(error).__name__}: "
+            f"LossGuard: the file exclude_batches_path={path!r} was not written by LossGuard ({type(error).__name__}: "
             f"{error}). Remove the file to start without excluded batches."
         ) from None
 

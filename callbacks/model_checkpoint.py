@@ -174,7 +174,7 @@ class ModelCheckpoint(CheckpointKeeper):
         if not state.stepped or state.global_step < self._next_step:
             return
         if self._train_time_interval is None or self._time_is_up(trainer):
-            self._set_next(state.global_step)  # first, because the file contains it
+            self._set_next(state.global_step)  # before the save, because the file contains the schedule
             self._save_between_validations(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:

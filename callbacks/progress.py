@@ -328,7 +328,7 @@ class PlainLines(Surface):
 
 
 class DrawnProgressBar(ProgressBar):
-    """Progress bar that draws itself on the surface that a subclass creates (:meth:`_make_surface`).
+    """Progress bar drawn on the surface that a subclass creates in :meth:`_make_surface`.
 
     Args:
         refresh_rate: minimum number of batches between two redraws; 0 disables the bar. The surface also sets a minimum

@@ -171,7 +171,7 @@ def _miniters() -> int:
 
 
 def tqdm_class() -> Any:
-    """Return this output's tqdm class, changed to use no monitoring thread and not to measure speeds too early."""
+    """Return tqdm's class for this output, modified to start no monitoring thread and to show no speed too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:

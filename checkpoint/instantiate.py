@@ -83,7 +83,7 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
 
 @contextmanager
 def importing_nothing(hyperparameters: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which parsing a file's hyperparameters imports no module that they mention.
+    """Context manager that blocks imports of modules that a file's hyperparameters mention.
 
     Raises:
         ValueError: if the hyperparameters mention something that the program has not imported.

@@ -304,14 +304,14 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _pass_second(names: Iterable[str]) -> None:
-    """Wait until the second in the newest of these file names is over, because files are sorted by that second."""
+    """Wait until the second in the newest file name has passed, because files are sorted by that second."""
     newest = max((int(name.split(".")[3]) for name in names), default=0)
     while newest <= time.time() < newest + 1:
         time.sleep(newest + 1 - time.time())
 
 
 def _session_end(succeeded: bool) -> Any:
-    """Return the record from which the HParams tab learns whether the run succeeded."""
+    """Return the record that tells the HParams tab whether the run succeeded."""
     from tensorboard.plugins.hparams import metadata
 
     api, data = _tensorboard("plugins.hparams.api_pb2"), _tensorboard("plugins.hparams.plugin_data_pb2")
