@@ -36,7 +36,7 @@ class Checkpoint(Callback):
     Attributes:
         dirpath: the checkpoint folder, which ``ckpt_path="last"`` searches; None means ``checkpoints`` in the run's
             folder.
-        filename: the file name, in which a slash creates a subfolder; None means a name without slashes.
+        filename: the file name, where a slash creates a subfolder; None means a default name without subfolders.
     """
 
     runs_last = monitors_metrics = True

@@ -28,7 +28,7 @@ OWN_FROZEN = 5000 if sys.version_info[:2] == (3, 12) else 0
 
 
 class GarbageCollection(Callback):
-    """Run Python's garbage collector every n steps, at the same steps on all ranks, and at no other time.
+    """During training, run Python's garbage collector only every n steps, at the same steps on all ranks.
 
     By default, Python scans its objects at arbitrary times, whenever many have been allocated. With many objects (for
     example, a dataset stored as a list), a full scan takes a large fraction of a second. With several processes, the

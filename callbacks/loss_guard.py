@@ -297,7 +297,7 @@ class _WayBack:
         self._forget()
 
     def find(self, trainer: Trainer, what: str) -> Rollback:
-        """Return the checkpoint to go back to after a bad loss, the same one on all processes.
+        """Return the checkpoint to go back to after a bad loss. All processes get the same one.
 
         Raises:
             RuntimeError: if there is no checkpoint to go back to.

@@ -96,7 +96,7 @@ def types(checkpoint: Mapping[str, Any]) -> dict[str, str]:
 
 
 def types_within(checkpoint: Mapping[str, Any], entry: str) -> dict[str, str]:
-    """Return the type of each pickled object inside an entry of a checkpoint, by the object's name."""
+    """Return the type of each pickled object inside an entry of a checkpoint, keyed by the object's name."""
     start = f"{entry}/"
     return {place.removeprefix(start): kind for place, kind in types(checkpoint).items() if place.startswith(start)}
 

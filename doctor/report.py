@@ -281,5 +281,5 @@ def _reasons(finding: Finding) -> list[str]:
 
 
 def _after_colon(text: str) -> str:
-    """Return a sentence in the form for use after a colon, in lowercase unless the sentence starts with a name."""
+    """Lowercase the first letter of a sentence, for use after a colon, unless the sentence starts with a name."""
     return text[0].lower() + text[1:] if re.match(r"[A-Z][a-z]*[ ,:]", text) else text
