@@ -48,7 +48,7 @@ def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
             run.folder_locks.take([str(location(path).parent)], alone=True)
         return found
 
-    found = run.strategy.broadcast(together(run.strategy, "taken over", look))
+    found = run.strategy.broadcast(together(run.strategy, "used", look))
     for name, logger in named(run.trainer.loggers):
         if name in found:
             logger.take_over(found[name])

@@ -142,8 +142,8 @@ def surplus(loader: Any) -> bool:
 def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
     """Return an iterator over the dataset indices of each batch in the next pass. Call this before the pass begins.
 
-    Returns None if the indices are unknown, because there is no sampler, or because the samples are not in order on a
-    single process.
+    Returns None if the indices are unknown: the loader has no batch sampler, or a single process reads the samples in a
+    shuffled or custom order.
     """
     shard = shard_of(loader)
     if isinstance(shard, RankSampler):
@@ -197,7 +197,7 @@ class RankSampler(Shard, Sampler[Any]):
 
     @property
     def share(self) -> float:
-        """Return the weight of this rank's last batch; see :func:`last_share`."""
+        """The weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self._items)
         return self._share if total is None else self.division.share(total)
 
@@ -248,13 +248,12 @@ class RankStream(Shard, IterableDataset[Any]):
 
     @property
     def share(self) -> float:
-        """Return the weight of this rank's last batch; see :func:`last_share`."""
+        """The weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self.whole_dataset) if self._workers < 2 else None
         if total is not None:
             return self.division.share(total)
-        ends = list(
-            enumerate(self._ends.tolist())
-        )  # workers take turns, so the last one with the most batches ends last
+        ends = list(enumerate(self._ends.tolist()))
+        # Workers take turns, so the last one with the most batches ends last.
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
 
     def share_of(self, number: int) -> float:
@@ -298,7 +297,7 @@ class RankIterable(Shard):
 
     @property
     def share(self) -> float:
-        """Return the weight of this rank's last batch; see :func:`last_share`."""
+        """The weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self.paceline_whole)
         return self._share if total is None else self.division.share(total)
 
@@ -340,7 +339,7 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
 
 
 def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[RoundShare]:
-    """Yield this rank's part of each item of ``source``. With a seed, ``source`` draws from private RNG states.
+    """Yield this rank's share of ``source``, round by round. With a seed, ``source`` draws from private RNG states.
 
     The first ``start`` items, which must be full rounds, are skipped.
     """
