@@ -28,7 +28,7 @@ OWN_FROZEN = 5000 if sys.version_info[:2] == (3, 12) else 0
 
 
 class GarbageCollection(Callback):
-    """During training, run Python's garbage collector only every n steps, at the same steps on all ranks.
+    """During training, run Python's garbage collector only at fixed steps, which are the same on all ranks.
 
     By default, Python scans its objects at arbitrary times, whenever many have been allocated. With many objects (for
     example, a dataset stored as a list), a full scan takes a large fraction of a second. With several processes, the
@@ -44,9 +44,9 @@ class GarbageCollection(Callback):
     it is in a cycle, it is freed only after the fit.
 
     Args:
-        every_n_steps: optimizer steps between two collections of new objects. One collection in ten scans all objects
-            that are not frozen, if their number has grown by a quarter. If None, this callback only freezes objects,
-            and Python decides when to collect.
+        every_n_steps: optimizer steps between two collections of new objects. One collection in ten, and an additional
+            one at the end of each epoch, scans all objects that are not frozen, if their number has grown by a quarter.
+            If None, this callback only freezes objects, and Python decides when to collect.
         freeze: after the first step, run a full collection and freeze the remaining objects. If objects were frozen
             before the fit, they stay frozen and no others are frozen. This is the case in forked ranks
             (``"ddp_notebook"``), where all objects that existed at the fork are frozen.
