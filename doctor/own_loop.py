@@ -79,7 +79,7 @@ class OwnLoop:
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds that the first trained model has spent on communication so far."""
+        """The communication times of the first trained model so far; see :meth:`Strategy.communication_seconds`."""
         return next((told for one in self._replicas() if (told := one.communication_seconds())), None) or {}
 
     def measure_communication(self) -> None:
