@@ -85,7 +85,8 @@ def last_share(loader: Any) -> float:
     The weight is ``own samples * processes / samples of all processes``: 1.0 if all processes have the same number of
     samples, and 0.0 for a batch that only repeats a sample. It applies to the loader's own last batch, not to the last
     batch before a limit. For a loader without a known length, the weight is valid once that batch has been fetched. For
-    a ``CombinedLoader``, it is the common weight of all loaders that end together with it, or 1.0 if they differ.
+    a ``CombinedLoader``, it is the common weight of all loaders that end together with it, or 1.0 if their weights
+    differ.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}
