@@ -284,7 +284,7 @@ class Callback:
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        """Called right after the optimizer step, before the gradients it used are cleared.
+        """Called right after the optimizer step, before the gradients are cleared.
 
         The hook may log, and read the clipped gradients that the step used.
         """

@@ -96,7 +96,7 @@ def last_share(loader: Any) -> float:
 
 
 def unweighted(loader: CombinedLoader, batches: int | float) -> list[int]:
-    """Return the indices of a combined loader's loaders whose last batch cannot get its own weight.
+    """Return the indices of the loaders in a combined loader whose last batch cannot be weighted separately.
 
     The processes share that batch unevenly, but :func:`last_share` is one weight for the batches of all loaders in a
     step. Loaders without a known length are left out.
