@@ -184,7 +184,7 @@ class Callback:
         """Called last, even after an exception. The hook may release the callback's resources. It must not raise."""
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Called when an exception or Ctrl-C ends the run, on each failing rank independently of the others.
+        """Called when an exception or Ctrl-C ends the run. Each rank that fails calls it on its own.
 
         The hook may save a checkpoint: after an exception, ``trainer.save_checkpoint`` does not wait for other ranks
         (rank 0 writes the file; a sharded model cannot be saved). It must not call any collective itself.
@@ -262,13 +262,13 @@ class Callback:
         """Called before each backward pass.
 
         ``loss`` is a scalar of shape (), divided by ``accumulate_grad_batches`` but not yet scaled for fp16. The hook
-        may read the loss and log. It must not change the loss, because the change would be ignored.
+        may read the loss and log. It must not change the loss: the change would be ignored.
         """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the backward pass of each micro-batch.
 
-        Gradients may still be scaled (fp16), sharded or not yet averaged. FSDP keeps them elsewhere (``parameter.grad``
+        Gradients can still be scaled (fp16), sharded or not yet averaged. FSDP keeps them elsewhere (``parameter.grad``
         is None) before the last micro-batch of a window, and DeepSpeed always does. The hook may read them and log. It
         must not clear them or step an optimizer.
         """
