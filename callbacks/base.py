@@ -1,11 +1,10 @@
 """The callback hooks: when and on which ranks each one is called, what it may do, and in which order they run.
 
-``FIT_PSEUDO_CODE`` shows the order of the hooks in a fit. It is Python code that a test runs with recorders in place of
-the hooks. The test compares the result with recorded runs, so the code cannot drift from the implementation. Each line
-calls a hook on everything that defines it: first the callbacks, in order, then the module. For ``setup``, ``teardown``
-and ``prepare_data``, the ``DataModule`` comes before both. There is one exception: callbacks that monitor metrics
-(``ModelCheckpoint``, ``EarlyStopping``) run ``on_train_epoch_end`` after the module, so that they see the values that
-it logs there.
+``FIT_PSEUDO_CODE`` shows the order of the hooks in a fit. It is valid Python: a test executes it and compares the order
+of its calls with real fits, so it cannot drift from the implementation. Each line calls a hook on everything that
+defines it: first the callbacks, in order, then the module. For ``setup``, ``teardown`` and ``prepare_data``, the
+``DataModule`` comes before both. There is one exception: callbacks that monitor metrics (``ModelCheckpoint``,
+``EarlyStopping``) run ``on_train_epoch_end`` after the module, so that they see the values that the module logs there.
 
 When batches are prefetched (on a GPU, or when a loader has no length), the three transfer hooks run one batch ahead.
 """
@@ -185,16 +184,16 @@ class Callback:
         """Called last, even after an exception. The hook may release the callback's resources. It must not raise."""
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Called when an exception or Ctrl-C ends the run. Each rank that fails calls it, without the others.
+        """Called when an exception or Ctrl-C ends the run. Each rank that fails calls it on its own.
 
-        The hook may save a checkpoint: after an exception ``trainer.save_checkpoint`` waits for no other rank (rank 0
-        writes the file; a sharded model cannot be saved). It must not call any other collective.
+        The hook may save a checkpoint: after an exception, ``trainer.save_checkpoint`` does not wait for other ranks
+        (rank 0 writes the file; a sharded model cannot be saved). It must not call any collective itself.
         """
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called once per fit, when the module is on its device and the optimizers exist.
 
-        The hook may change both; a resume restores the state of the optimizers after it. It must not log.
+        The hook may change both. A resume restores the optimizers' state after this hook. The hook must not log.
         """
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -218,7 +217,7 @@ class Callback:
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called before the first epoch of a fit. When a fit resumes, the counters are already restored.
 
-        The hook may log, and change optimizers: a resume has already restored them.
+        The hook may log, and change optimizers, which a resume has already restored.
         """
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -269,8 +268,8 @@ class Callback:
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the backward pass of each micro-batch.
 
-        Gradients can be scaled (fp16), sharded and not yet averaged. Before the last micro-batch of a window, FSDP
-        keeps them elsewhere (``parameter.grad`` is None), and DeepSpeed always does. The hook may read them and log. It
+        Gradients can still be scaled (fp16), sharded or not yet averaged. FSDP keeps them elsewhere (``parameter.grad``
+        is None) before the last micro-batch of a window, and DeepSpeed always does. The hook may read them and log. It
         must not clear them or step an optimizer.
         """
 
@@ -285,7 +284,7 @@ class Callback:
         """
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        """Called right after the optimizer step, before the gradients it used are cleared.
+        """Called right after the optimizer step, before the gradients are cleared.
 
         The hook may log, and read the clipped gradients that the step used.
         """
@@ -501,8 +500,8 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
     """Return the method ``name`` if a subclass of ``base`` or the instance defines it, else None.
 
-    A value of None, on the class or on the instance, means "not overridden". The same applies to an instance attribute
-    that is a default method, whether of this object or of another.
+    A value of None, on the class or on the instance, means "not overridden". So does an instance attribute that holds a
+    default method, whether of this object or of another.
 
     Args:
         owner: a callback, module, DataModule or any other object.
@@ -529,7 +528,7 @@ def replaced(owner: Any, name: str, base: type) -> Callable[..., Any] | None:
 
 
 def accumulation_of(callbacks: Iterable[Any], epoch: int) -> int | None:
-    """Return the number of batches per optimizer step that callbacks set for an epoch; None if none of them does."""
+    """Return the number of batches per optimizer step that callbacks set for an epoch; None if no callback sets it."""
     deciding = (replaced(callback, "get_accumulate_grad_batches", Callback) for callback in callbacks)
     found = (method(epoch) for method in deciding if method is not None)
     return next((batches for batches in found if batches is not None), None)

@@ -36,7 +36,7 @@ class Checkpoint(Callback):
     Attributes:
         dirpath: the checkpoint folder, which ``ckpt_path="last"`` searches; None means ``checkpoints`` in the run's
             folder.
-        filename: the file name, in which a slash creates a subfolder; None means a name without slashes.
+        filename: the file name, where a slash creates a subfolder; None means a default name without subfolders.
     """
 
     runs_last = monitors_metrics = True
@@ -51,10 +51,10 @@ class CheckpointKeeper(Checkpoint):
     :meth:`save` on every rank. A step that is already saved is not saved again.
 
     Subclasses may override four methods, which have the same names and arguments as in Lightning:
-    ``_monitor_candidates`` adds values to rank by; ``_update_best_and_save`` ranks and writes a file with a score;
-    ``_save_checkpoint`` writes each file; and ``_remove_checkpoint`` deletes a file. ``_remove_checkpoint`` is called
-    only on rank 0, but the two methods that write are called on every rank. A file that an override writes is never
-    written in the background.
+    ``_monitor_candidates`` collects the values by which files can be ranked and named; ``_update_best_and_save`` ranks
+    and writes a file with a score; ``_save_checkpoint`` writes each file; and ``_remove_checkpoint`` deletes a file.
+    ``_remove_checkpoint`` is called only on rank 0, but the two methods that write are called on every rank. A file
+    that an override writes is never written in the background.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -209,7 +209,7 @@ class CheckpointKeeper(Checkpoint):
         """
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
             return
-        self._alone = True  # the other processes may have reached different points
+        self._alone = True  # the other processes may be at different points
         step, what = trainer.global_step, type(exception).__name__
         try:
             values = self._values(trainer, self._monitor_candidates(trainer))
@@ -229,9 +229,9 @@ class CheckpointKeeper(Checkpoint):
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the current step on all ranks when the signal ``name`` ends the fit, unless the step is already saved.
 
-        One file is written, because time may be short: ``last`` if it is kept. Otherwise, without a monitor, the new
-        file replaces the previous one as usual. With a monitor, the file is not ranked, and it is deleted once the
-        resumed run has saved again.
+        Only one file is written, because time may be short: ``last``, if the run keeps one. Otherwise, without a
+        monitor, the new file replaces the previous one as usual. With a monitor, the file is not ranked, and it is
+        deleted once the resumed run has saved again.
         """
         step = trainer.global_step
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
@@ -284,7 +284,9 @@ class CheckpointKeeper(Checkpoint):
         """Return the files that this step's file would replace in the ranking; None if the step would not be ranked."""
         gone = self._giving_way(torch.tensor(math.nan) if score is None else score)
         if gone is None and self.verbose and score is not None:
-            messages.info(f"Step {step}: {self.monitor!r} is {score:.6g}, not among the best {self.save_top_k}.")
+            messages.info(
+                f"Step {step}: {self.monitor!r} is {score:.6g}, which is not among the best {self.save_top_k}."
+            )
         return gone
 
     def _take_in(self, path: str, score: Tensor | None, gone: Collection[str]) -> None:
@@ -392,7 +394,7 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
-        """Call :meth:`_save_checkpoint` for each file. Used if the program replaced that method or the Trainer's."""
+        """Call :meth:`_save_checkpoint` for each file. Used if it or ``Trainer.save_checkpoint`` is overridden."""
         for path in paths:
             self._save_checkpoint(trainer, path)
         if trainer.is_global_zero:
@@ -403,7 +405,7 @@ class CheckpointKeeper(Checkpoint):
         trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
-        """Return ``path``; mark it as a path that must not exist yet, unless it is one of the ``replaced`` files."""
+        """Return ``path``, marked as a path that must not exist yet unless it is one of the ``replaced`` files."""
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
     def _saved(self, trainer: Trainer, paths: Sequence[str], replaced: Iterable[str], link: str = "") -> None:
@@ -507,7 +509,7 @@ class CheckpointKeeper(Checkpoint):
         return self._agreed(trainer, values)
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Return the values that may rank a file and appear in its name: the logged metrics, the epoch and the step."""
+        """Return the values by which a file can be ranked and named: the logged metrics, the epoch and the step."""
         found = dict(trainer.callback_metrics)
         for name, counter in zip(COUNTERS, (trainer.current_epoch, trainer.global_step), strict=True):
             found[name] = found[name].int() if name in found else torch.tensor(counter)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Log device statistics after a training step, whenever the trainer logs step values.
+    """Log device statistics after each training step for which the trainer logs step values.
 
     On CUDA and other accelerators, the statistics are the counters of PyTorch's allocator (bytes allocated and
     reserved, their peaks, retries, out-of-memory errors); on MPS, the allocated memory; and on a CPU, the machine's

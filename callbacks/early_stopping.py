@@ -32,7 +32,7 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Monitor a logged metric and stop training when it has not improved for ``patience`` checks.
 
-    If processes log different values of their own, the mean of these values is judged.
+    If each process logs its own value, their mean is used.
 
     Args:
         monitor: name of the metric, as passed to ``self.log``.
@@ -90,7 +90,7 @@ class EarlyStopping(Callback):
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(
                 f"EarlyStopping: patience={patience!r} must be a non-negative integer (the number of checks without "
-                "improvement to allow)."
+                "improvement after which training stops)."
             )
         self.monitor = monitor
         self.min_delta = min_delta
@@ -204,7 +204,7 @@ class EarlyStopping(Callback):
         return bool(self.monitor_op(value, than))
 
     def _judge(self, value: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare a value with the best one and the thresholds; return whether to stop and why, and a message."""
+        """Compare a value with the best one and the thresholds; return the reason to stop, if any, and a message."""
         name, sign = self.monitor, 1 if self.mode == "min" else -1
         if self.check_finite and not torch.isfinite(value):
             return EarlyStoppingReason.NON_FINITE_METRIC, (
@@ -274,7 +274,7 @@ _LOWER = (
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
-    """Return True if all metrics are known when an epoch ends, because any validation takes place only at its end."""
+    """Return True if all metrics are known when an epoch ends: validation runs exactly then, or not at all."""
     if not trainer.enable_validation:
         return True
     if trainer.check_val_every_n_epoch != 1 or trainer.val_check_seconds is not None:

@@ -133,7 +133,7 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"The optimizer already contains {len(params) - len(new)} of the {len(params)} parameters to "
-                "unfreeze. They stay in their groups. Pass the optimizer only the parameters that are trainable "
+                "unfreeze. These stay in their groups. Pass the optimizer only the parameters that are trainable "
                 "from the start: [p for p in self.parameters() if p.requires_grad]."
             )
         return new
@@ -277,7 +277,7 @@ _GROUP_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max
 
 
 def _extend_scheduler(scheduler: Any, index: int) -> None:
-    """Let a scheduler treat group ``index`` like the first group, with proportional learning rates."""
+    """Make a scheduler treat group ``index`` like the first group, with a proportional learning rate."""
     for child in getattr(scheduler, INNER_SCHEDULERS, ()):
         _extend_scheduler(child, index)
     first, group = scheduler.optimizer.param_groups[0], scheduler.optimizer.param_groups[index]

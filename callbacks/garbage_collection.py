@@ -1,4 +1,4 @@
-"""Callback that runs Python's garbage collector on all ranks before the same step, instead of at arbitrary times."""
+"""Callback that runs Python's garbage collector at the same steps on all ranks, instead of at arbitrary times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWN_FROZEN = 5000 if sys.version_info[:2] == (3, 12) else 0
 
 
 class GarbageCollection(Callback):
-    """Run Python's garbage collector every n steps, at the same steps on all ranks, and at no other time.
+    """During training, run Python's garbage collector only at fixed steps, which are the same on all ranks.
 
     By default, Python scans its objects at arbitrary times, whenever many have been allocated. With many objects (for
     example, a dataset stored as a list), a full scan takes a large fraction of a second. With several processes, the
@@ -44,9 +44,9 @@ class GarbageCollection(Callback):
     it is in a cycle, it is freed only after the fit.
 
     Args:
-        every_n_steps: optimizer steps between two collections of new objects. One collection in ten scans all objects
-            that are not frozen, if their number has grown by a quarter. If None, this callback only freezes objects,
-            and Python decides when to collect.
+        every_n_steps: optimizer steps between two collections of new objects. One collection in ten, and an additional
+            one at the end of each epoch, scans all objects that are not frozen, if their number has grown by a quarter.
+            If None, this callback only freezes objects, and Python decides when to collect.
         freeze: after the first step, run a full collection and freeze the remaining objects. If objects were frozen
             before the fit, they stay frozen and no others are frozen. This is the case in forked ranks
             (``"ddp_notebook"``), where all objects that existed at the fork are frozen.
@@ -146,7 +146,7 @@ class GarbageCollection(Callback):
 
 
 def _long_lived() -> int:
-    """Return the number of objects that a full collection would scan; it is exact only right after one."""
+    """Return the number of objects that a full collection would scan; exact only right after a full collection."""
     return len(gc.get_objects(generation=2))
 
 
@@ -169,7 +169,7 @@ class _ProcessCollector:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, let Python collect only as a last resort; otherwise, undo that once no fit needs it any more."""
+        """If ``on``, make Python collect only as a last resort; else restore its thresholds once no fit needs this."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

@@ -39,9 +39,9 @@ class LossGuard(Callback):
     all decide alike, just as a single process with all the data would decide.
 
     *Actions.* ``"skip"`` skips the batch as if it were not in the data: it produces no gradients, is not counted in the
-    accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's
-    RNG state and the values passed to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated
-    still include the batch.
+    accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's RNG
+    state and the values passed to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated still
+    include the batch.
 
     ``"rollback"`` returns to the newest checkpoint whose weights had a good loss, restores everything that a resume
     restores, and skips the batch when it is read again. If the weights are not finite, it skips the previous batch
@@ -297,7 +297,7 @@ class _WayBack:
         self._forget()
 
     def find(self, trainer: Trainer, what: str) -> Rollback:
-        """Return the checkpoint to go back to after a bad loss, the same one on all processes.
+        """Return the checkpoint to go back to after a bad loss. All processes get the same one.
 
         Raises:
             RuntimeError: if there is no checkpoint to go back to.
@@ -444,7 +444,7 @@ def _read(path: str) -> dict[tuple[int, int], dict[str, Any]]:
             return _by_place(json.load(file)["batches"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"LossGuard: exclude_batches_path={path!r} was not written by LossGuard ({type(error).__name__}: "
+            f"LossGuard: the file exclude_batches_path={path!r} was not written by LossGuard ({type(error).__name__}: "
             f"{error}). Remove the file to start without excluded batches."
         ) from None
 

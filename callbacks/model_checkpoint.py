@@ -34,15 +34,15 @@ class ModelCheckpoint(CheckpointKeeper):
     ``fast_dev_run``.
 
     *Which.* Without ``monitor``, the newest checkpoint (``save_top_k=1``) or all of them (``-1``) are kept. With
-    ``monitor``, the ``save_top_k`` best ones are kept. NaN ranks last and is never ``best_model_path``. ``last`` is a
-    separate, complete file.
+    ``monitor``, the ``save_top_k`` best ones are kept. A file with a NaN score ranks last and is never
+    ``best_model_path``. ``last`` is a separate, complete file.
 
     *A validation metric with an interval in steps or time.* Between two validations, the metric belongs to older
     weights. The ranked file is therefore written after the next validation, with the metric of the weights that it
     contains. Only ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
 
-    *Deletion.* A file is deleted only if this run wrote it (even before a resume, because each file carries the run's
-    mark), if it is in ``dirpath``, if the run was not resumed from it, and only after its successor is safely on disk.
+    *Deletion.* A file is deleted only after its successor is safely on disk, and only if it is in ``dirpath``, this run
+    wrote it (possibly before a resume, because each file records its run), and the run was not resumed from it.
 
     *Background saves.* Only one write runs at a time, and the next save waits for it. If a write fails, its error is
     raised by the next save, or when the fit ends. With one process and an interval in steps or time (or
@@ -58,7 +58,7 @@ class ModelCheckpoint(CheckpointKeeper):
         filename: template without a suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``. It may use any logged name,
             ``epoch`` and ``step``. A name that was not logged appears as ``nan``. The default is ``"{epoch}-{step}"``.
         monitor: name of the logged metric to rank by, or ``"step"`` or ``"epoch"`` (with ``mode="max"``, the newest are
-            kept). None keeps only the newest checkpoint.
+            kept). None means that checkpoints are not ranked.
         verbose: report what is saved and why.
         save_last: also keep ``last.ckpt``, which is rewritten at every save, after every epoch and when training ends.
             With ``"link"``, it is a symbolic link to the ranked file of the same step, or a complete file if this step
@@ -174,7 +174,7 @@ class ModelCheckpoint(CheckpointKeeper):
         if not state.stepped or state.global_step < self._next_step:
             return
         if self._train_time_interval is None or self._time_is_up(trainer):
-            self._set_next(state.global_step)  # first, because the file contains it
+            self._set_next(state.global_step)  # before the save, because the file contains the schedule
             self._save_between_validations(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -264,7 +264,7 @@ class ModelCheckpoint(CheckpointKeeper):
             self.save(trainer, ranked=self.save_top_k == -1, scored=False)
 
     def _metric_between_steps(self, trainer: Trainer) -> Tensor | None:
-        """Return the monitored value; None for the value of a training step, which no validation replaces."""
+        """Return the monitored value; None if a training step logged it, because no validation will update it."""
         name = self.monitor or ""
         return None if trainer.current_run.metrics.is_step_value(name) else trainer.callback_metrics.get(name)
 

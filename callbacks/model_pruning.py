@@ -46,7 +46,7 @@ class ModelPruning(Callback):
         parameter_names: names of the parameters to prune: ``"weight"``, ``"bias"`` or both (the default).
         use_global_unstructured: rank the weights of all parameters together instead of within each tensor.
         amount: a fraction (float) or a number (int) of the remaining weights, or a function of the epoch.
-        apply_pruning: whether to prune at all, or a function of the epoch that decides this.
+        apply_pruning: whether to prune, or a function that takes the epoch and returns whether to prune.
         make_pruning_permanent: when training ends, turn the pruned weights back into plain parameters.
         use_lottery_ticket_hypothesis: after each pruning, reset the remaining weights to their values at the start of
             training. To do so only in some epochs, pass a function that returns True for these epochs.

@@ -328,7 +328,7 @@ class PlainLines(Surface):
 
 
 class DrawnProgressBar(ProgressBar):
-    """Progress bar that draws itself on the surface that a subclass creates (:meth:`_make_surface`).
+    """Progress bar drawn on the surface that a subclass creates in :meth:`_make_surface`.
 
     Args:
         refresh_rate: minimum number of batches between two redraws; 0 disables the bar. The surface also sets a minimum
@@ -521,7 +521,7 @@ class DrawnProgressBar(ProgressBar):
         return self._shown
 
     def _draw(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Draw the bars and set the earliest time for the next drawing."""
+        """Draw the bars and set the earliest time of the next redraw."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -530,7 +530,7 @@ class DrawnProgressBar(ProgressBar):
         self._next = self._multiple_after(self._last + 1)
 
     def _draw_if_due(self) -> None:
-        """Draw after a bar was opened or closed, if a drawing is due or the last such change was long enough ago."""
+        """Draw after a bar was opened or closed, if a redraw is due or enough time has passed since the last change."""
         now = perf_counter()
         surface = self._surface
         if surface is not None and (now >= self._due or (surface.immediate and now - self._changed >= surface.seconds)):

@@ -44,10 +44,10 @@ class RunReport(Callback):
     ``paceline report FOLDER`` creates the page. A resumed run continues its record. ``paceline report A B`` compares
     two runs side by side.
 
-    The page shows all logged values as curves; learning rates; speed; a time breakdown, measured on the host
-    (waiting for data, steps, evaluation, checkpoints, other); existing checkpoints; arguments and settings with their
-    origin; hyperparameters; versions, devices, command and git state; and how the run ended, with the exception if
-    there was one. No logger is required.
+    The page shows all logged values as curves; learning rates; speed; a time breakdown, measured on the host (waiting
+    for data, steps, evaluation, checkpoints, other); existing checkpoints; arguments and settings with their origin;
+    hyperparameters; versions, devices, command and git state; and how the run ended, with the exception if there was
+    one. No logger is required.
 
     Only rank 0 records and writes. Two hooks read the clock to time a step, and one line is written whenever values are
     logged. The host never waits for the device, so step times on a GPU are times on the host's clock.

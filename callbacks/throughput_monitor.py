@@ -365,7 +365,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
 
 
 def peak_flops_of(device_name: str, dtype: str) -> float | None:
-    """Like :func:`peak_flops`, but take the device name that torch reports."""
+    """Like :func:`peak_flops`, for a device name as reported by torch."""
     words = device_name.replace("-", " ").split()
     if not _SLOWER_VARIANTS.isdisjoint(words):
         return None
@@ -377,7 +377,7 @@ def peak_flops_of(device_name: str, dtype: str) -> float | None:
 
 
 def compute_dtype(precision: str) -> str:
-    """Return the dtype of matrix products at a precision such as ``"bf16-mixed"``."""
+    """Return the dtype in which a precision such as ``"bf16-mixed"`` computes matrix products."""
     kinds = {"bf16": "bfloat16", "fp8": "float8", "transformer": "float8", "16": "float16", "64": "float64"}
     frozen = precision.startswith("bnb.") and precision != "bnb.int8-training"
     dtype = "bfloat16" if frozen else kinds.get(precision.split("-")[0], "float32")

@@ -37,7 +37,8 @@ class TQDMProgressBar(DrawnProgressBar):
     Args:
         refresh_rate: minimum number of batches between two redraws; 0 disables the bar. The environment variable
             ``TQDM_MINITERS`` can raise this number. Bars are drawn at most ten times a second.
-        process_position: number of lines to leave free above the bars, for runs that share a terminal.
+        process_position: for runs that share a terminal, the number of runs whose bars are above this run's bars; two
+            lines are left free for each of them.
         leave: keep the full bar of every epoch and evaluation on the screen instead of a single line per epoch.
 
     Raises:
@@ -61,7 +62,7 @@ class TQDMProgressBar(DrawnProgressBar):
         if isinstance(process_position, bool) or not isinstance(process_position, int) or process_position < 0:
             raise ValueError(
                 f"TQDMProgressBar: process_position={process_position!r} must be a non-negative integer (the number "
-                "of terminal lines to leave free for other runs)."
+                "of runs in the same terminal whose bars are above this run's bars)."
             )
         if refresh_rate > 0:
             self._refresh_rate = max(refresh_rate, _miniters())
@@ -75,7 +76,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
     @property
     def process_position(self) -> int:
-        """The number of lines left free above the bars."""
+        """The number of runs that share the terminal and whose bars are above this run's bars."""
         return self._process_position
 
     def init_sanity_tqdm(self) -> tqdm:
@@ -171,7 +172,7 @@ def _miniters() -> int:
 
 
 def tqdm_class() -> Any:
-    """Return this output's tqdm class, changed to use no monitoring thread and not to measure speeds too early."""
+    """Return tqdm's class for this output, modified to start no monitoring thread and to show no speed too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:

@@ -61,7 +61,7 @@ class WeightAverage:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise NotImplementedError(
                 f"{type(module).__name__}'s weights cannot be averaged in a pipeline, where each process has only the "
-                "weights of its own stages. Leave the callback that averages them out, or split the model with "
+                "weights of its own stages. Remove the callback that averages the weights, or split the model with "
                 "ModelParallelStrategy(tensor_parallel=...) or data_parallel_shard instead of pipeline_parallel."
             )
         self.module = module
@@ -135,7 +135,7 @@ class WeightAverage:
         return strategy.model_state(_tree(self.averages()))
 
     def held_state(self, strategy: Strategy) -> dict[str, Any]:
-        """Return the weights that :meth:`show` set aside, in :meth:`average_state`'s form; empty if there are none."""
+        """Return the weights that :meth:`show` set aside, in the form of :meth:`average_state`; empty if none."""
         if self.held is None:
             return {}
         return strategy.model_state(_tree({name: self.held[index] for name, index in self._index.items()}))
@@ -534,7 +534,7 @@ class EMAWeightAveraging(WeightAveraging):
         return partial(_exponential, self.decay)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True every ``update_every_n_steps`` steps from the starting step on, and when a chosen epoch ends."""
+        """Return True every ``update_every_n_steps`` steps and after every epoch, from the respective start on."""
         if step_idx is None:
             first = self.update_starting_at_epoch
             return first is not None and epoch_idx is not None and epoch_idx >= first

@@ -14,8 +14,8 @@ class CheckpointIO(ABC):
     """Base class for plugins that write and read checkpoints in their own way.
 
     Strategies that write sharded checkpoints (folders to which each process writes its own shards) do not use a
-    CheckpointIO. ``load_checkpoint`` must return the checkpoint that was passed to ``save_checkpoint``. ``paceline
-    checkpoint`` and ``ckpt_path="last"`` only understand files that :class:`TorchCheckpointIO` writes.
+    CheckpointIO. ``load_checkpoint`` must return the checkpoint that was passed to ``save_checkpoint``.
+    ``paceline checkpoint`` and ``ckpt_path="last"`` only understand files that :class:`TorchCheckpointIO` writes.
     """
 
     #: Whether training continues while a checkpoint is written; None means only if that is faster.
@@ -84,7 +84,7 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Makes a Trainer write checkpoints in the background with another CheckpointIO, from a copy of the tensors.
+    """Makes a Trainer write checkpoints in the background: another CheckpointIO writes a copy of the tensors.
 
     A direct call to :meth:`save_checkpoint` returns only once the checkpoint is written.
 

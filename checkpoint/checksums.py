@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 def problem(path: Location) -> Problem | None:
     """Return what is wrong with a checkpoint file or folder; None if its bytes are intact.
 
-    A file without checksums, which torch wrote before it used zip files, is assumed to be intact.
+    A file in torch's old format, which is not a zip file, has no checksums and is assumed to be intact.
 
     Raises:
         OSError: if the checkpoint cannot be read.

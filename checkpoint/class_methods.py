@@ -1,4 +1,4 @@
-"""Class methods that make a new object, so that calling them on an object is a mistake."""
+"""Class methods that create an object, which must not be called on an existing object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 else:
 
     class making(classmethod):  # noqa: N801 - a decorator
-        """A ``classmethod`` that raises a TypeError if it is called on an object, which it would not change."""
+        """A ``classmethod`` that raises a TypeError if it is called on an instance, which it would not change."""
 
         def __get__(self, instance: Any, owner: Any = None) -> Any:
             bound = super().__get__(instance, owner)
@@ -21,8 +21,8 @@ else:
             @functools.wraps(self.__func__)
             def refuse(*args: Any, **kwargs: Any) -> Any:
                 raise TypeError(
-                    f"{name} was called on a {kind}, but it makes a new one and does not change this one. Call it on "
-                    f"the class: {kind}.{name}(...)."
+                    f"{name} was called on an instance of {kind}, but it creates a new object and does not change this "
+                    f"instance. Call it on the class: {kind}.{name}(...)."
                 )
 
             return refuse

@@ -37,7 +37,7 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
 
 
 def check(template: str, what: str) -> None:
-    """Raise ``ValueError`` if numbers cannot fill the template; ``what`` is the argument's name for the error."""
+    """Raise ``ValueError`` if a template cannot be filled with numbers; ``what`` names the argument in the error."""
     try:
         for _, name, spec, conversion in Formatter().parse(template):
             if name == "" or (name or "").isdigit():

@@ -53,9 +53,8 @@ class SearchFolders:
 def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | None:
     """Return the newest valid checkpoint, and report which newer checkpoints cannot be used.
 
-    A fit cannot use checkpoints that contain only weights.
-
-    ``word`` is the ``ckpt_path`` that was passed, ``"last"`` or ``"auto"``.
+    A fit skips checkpoints that contain only weights. ``word`` is the ``ckpt_path`` that was passed, ``"last"`` or
+        ``"auto"``.
     """
     where = folders.own + folders.earlier
     chosen, passed_over = newest_valid(folders.checkpoints(where), fn)

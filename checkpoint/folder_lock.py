@@ -1,4 +1,4 @@
-"""Lock folders so that only one run at a time resumes in a folder, and never from an active run's checkpoints."""
+"""Lock folders, so that no run resumes from checkpoints that another run is still writing."""
 
 from __future__ import annotations
 

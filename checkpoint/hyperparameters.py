@@ -107,8 +107,8 @@ class HyperparametersMixin:
         arguments of both calls are stored. Each argument is stored with its value at the time of the call.
 
         Args:
-            *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
-                an ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
+            *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping, an
+                ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
             ignore: names to leave out, even if a base class has stored them. Leave out arguments that are modules,
                 because their weights are already in the ``state_dict``.
             frame: frame from which to search for ``__init__``; the caller's frame by default.

@@ -25,8 +25,7 @@ def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
     """Return True if Paceline's or Lightning's command line stored the hyperparameters.
 
     Raises:
-        ValueError: if the hyperparameters specify a different function that creates the object. That function is not
-            called.
+        ValueError: if the hyperparameters specify another function to create the object. That function is not called.
     """
     maker = hyperparameters.get("_instantiator")
     if maker not in (None, MARK, *_LIGHTNINGS):
@@ -84,10 +83,10 @@ def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
 
 @contextmanager
 def importing_nothing(hyperparameters: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager for parsing a file's hyperparameters; no module that they mention is imported.
+    """Context manager that blocks imports of modules that a file's hyperparameters mention.
 
     Raises:
-        ValueError: the hyperparameters mention something that the program has not imported.
+        ValueError: if the hyperparameters mention something that the program has not imported.
     """
     for name in _class_paths(hyperparameters):
         if _imported(name) is None:

@@ -31,7 +31,7 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Create an instance with the hyperparameters in a checkpoint as its arguments, and load the checkpoint's state.
+    """Create an instance from the hyperparameters in a checkpoint, and load the checkpoint's state.
 
     This does not change any RNG state. A warning lists the pickled objects that a safe load leaves out. For the
     arguments, see ``TrainingModule.load_from_checkpoint``.
@@ -68,14 +68,14 @@ def load_from_checkpoint(
 
 
 def _rename_hyperparameters(cls: Any, checkpoint: dict[str, Any]) -> None:
-    """Give the hyperparameters in a file of a Lightning version before 1.0 their present key."""
+    """Move hyperparameters that a Lightning version before 1.0 saved to their current key."""
     former = [checkpoint[key] for key in _FORMER_KEYS if isinstance(checkpoint.get(key), Mapping)]
     if former and cls.CHECKPOINT_HYPER_PARAMS_KEY not in checkpoint:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = {name: one[name] for one in former for name in one}
 
 
 def _warn_of_objects(cls: Any, checkpoint: dict[str, Any], known: Mapping[str, Any]) -> None:
-    """Warn about the objects in a checkpoint that a safe load leaves out, except hyperparameters with a known value."""
+    """Warn about the objects in a checkpoint that a safe load leaves out, except hyperparameters in ``known``."""
     parameters = inspect.signature(cls).parameters
     kept_whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in parameters or are_of_command_line(known)
     takes_any = kept_whole or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

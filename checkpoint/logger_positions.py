@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def gather(run: Run) -> dict[str, Any]:
-    """Return each logger's state by its name in a checkpoint (see :func:`named`); empty on ranks other than 0."""
+    """Return the loggers' states by their names in a checkpoint (see :func:`named`); empty on ranks other than 0."""
     pairs = named(run.trainer.loggers if run.strategy.is_global_zero else [])
     return {name: state for name, logger in pairs if (state := logger.state_dict())}
 
@@ -48,7 +48,7 @@ def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
             run.folder_locks.take([str(location(path).parent)], alone=True)
         return found
 
-    found = run.strategy.broadcast(together(run.strategy, "taken over", look))
+    found = run.strategy.broadcast(together(run.strategy, "used", look))
     for name, logger in named(run.trainer.loggers):
         if name in found:
             logger.take_over(found[name])
@@ -64,7 +64,7 @@ def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
 
 
 def restore(run: Run, section: Mapping[str, Any]) -> None:
-    """Restore the positions of those loggers whose logs belong to the run."""
+    """Restore the positions of the loggers whose logs belong to the run."""
     if run.strategy.is_global_zero:
         found = _recognized(run, section)
         for name, logger in named(run.trainer.loggers):

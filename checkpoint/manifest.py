@@ -1,8 +1,8 @@
 """A checkpoint's manifest: JSON with metadata and checksums, which is written last and can be read on its own.
 
-In a single file, the manifest is an additional record of the zip archive, ``<archive>/manifest.json`` (``unzip -p FILE
-'*/manifest.json'``); in a folder, it is the file ``manifest.json``. A checkpoint with a manifest is complete. This
-module does not need torch.
+In a single file, the manifest is an additional record of the zip archive, ``<archive>/manifest.json``
+(``unzip -p FILE '*/manifest.json'``); in a folder, it is the file ``manifest.json``. A checkpoint with a manifest is
+complete. This module does not need torch.
 """
 
 from __future__ import annotations

@@ -96,18 +96,18 @@ def types(checkpoint: Mapping[str, Any]) -> dict[str, str]:
 
 
 def types_within(checkpoint: Mapping[str, Any], entry: str) -> dict[str, str]:
-    """Return the type of each pickled object inside an entry of a checkpoint, by the object's name."""
+    """Return the type of each pickled object inside an entry of a checkpoint, keyed by the object's name."""
     start = f"{entry}/"
     return {place.removeprefix(start): kind for place, kind in types(checkpoint).items() if place.startswith(start)}
 
 
 def names(found: Mapping[str, str]) -> list[str]:
-    """Return the paths and types of pickled objects for a message."""
+    """Describe pickled objects by path and type, for a message."""
     return [f"{place} ({kind})" for place, kind in found.items()]
 
 
 def is_trusted(weights_only: bool | None) -> bool:
-    """Return True if a caller's ``weights_only`` allows any code to run, or torch's environment variables do.
+    """Return True if the caller's ``weights_only`` or torch's environment variables allow arbitrary code to run.
 
     As in ``torch.load``, ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` forbids it, and ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` allows
     it if ``weights_only`` is None.

@@ -18,8 +18,8 @@ from ..torch_private import unsaved_buffers
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
     """Return the saved entry that this rank resumes from; None if there is none.
 
-    This is the rank's own entry, or the entry of the rank with the same share of the data. ``alike`` says whether
-    the saved run and this run have the same number of ranks and the same number of data shares.
+    This is the rank's own entry, or the entry of the rank with the same share of the data. ``alike`` says whether the
+    saved run and this run have the same number of ranks and the same number of data shares.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
     return next((kept for kept in ranks if kept[key] == mine), None)
@@ -35,7 +35,7 @@ def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
     """If any states were derived instead of restored, print one message that lists them.
 
-    ``alike`` is as in :func:`entry_of`. ``then`` and ``now`` are the numbers of ranks in the saved run and in this run.
+    ``alike`` is the same as for :func:`entry_of`; ``then`` and ``now`` are the rank counts of the saved and this run.
     """
     if derived:
         other = f" was written by {_count(then)}, but this run has {_count(now)}, so the checkpoint"
@@ -53,7 +53,7 @@ def _count(ranks: int) -> str:
 
 
 def merged_gradients(ranks: Sequence[Mapping[str, Any]], factor: float, in_parts: bool) -> dict[str, Any]:
-    """Return the sum over the saved ranks' gradients times ``factor``, for each rank of a run with other ranks.
+    """Return gradients for each rank of a run with another number of ranks: the sum of the saved ones times ``factor``.
 
     Args:
         ranks: what :meth:`Strategy.window_gradients` returned on each rank. Shards are left out.
@@ -79,7 +79,7 @@ def whole_gradient(value: Any) -> Tensor | None:
 
 
 def buffers_apart(buffers: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
-    """Return those of :func:`whole_buffers` that differ from rank 0's, such as batch norm statistics, on the CPU.
+    """Return copies on the CPU of this rank's ``buffers`` that differ from rank 0's, such as batch norm statistics.
 
     Every rank must call this.
     """

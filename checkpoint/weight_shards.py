@@ -90,7 +90,7 @@ def _say_left_out(others: dict[str, str]) -> None:
 
 
 def _groups(state: Mapping[str, Any]) -> list[tuple[list[str], int]]:
-    """Return groups of names that share memory and therefore belong in one file, with the size of each in bytes."""
+    """Return groups of names whose tensors share memory and so must share a file, with each group's size in bytes."""
     groups: dict[Any, list[str]] = {}
     for name, value in state.items():
         groups.setdefault(safetensors_export.memory_of(value) if isinstance(value, Tensor) else name, []).append(name)

@@ -65,7 +65,7 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 
 
 class ArgumentParser(_Base):
-    """A jsonargparse parser that knows Paceline's classes.
+    """A jsonargparse parser that supports Paceline's classes.
 
     Args:
         *args: as for jsonargparse's parser.
@@ -74,7 +74,8 @@ class ArgumentParser(_Base):
         default_env: whether to read values from environment variables.
         short_names: whether to import Paceline's callbacks, loggers, profilers and strategies, so that users can choose
             them by their short names and ``--help`` lists them.
-        slow_imports: whether to import those that take long to import too. If False, ``--help`` ends with their names.
+        slow_imports: whether to also import the classes that take long to import. If False, ``--help`` ends with their
+            names.
         **kwargs: as for jsonargparse's parser.
     """
 

@@ -99,7 +99,7 @@ def _parsed(written: Iterable[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if not equals or name not in SETTINGS:
             hint = messages.did_you_mean(name, SETTINGS) or " `paceline env` lists all settings."
-            raise ValueError(f"--set {one} must have the form NAME=VALUE, with the name of a setting.{hint}")
+            raise ValueError(f"--set {one} must have the form NAME=VALUE, where NAME is a setting.{hint}")
         if not SETTINGS[name].is_nothing(value):
             found[name] = SETTINGS[name].parsed(value.strip(), f"--set {one}")
     return found

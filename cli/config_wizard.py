@@ -131,7 +131,7 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(machine: str) -> int:
-    """Return how many devices of the kind that a type of machine uses are visible; 0 if it uses no devices.
+    """Return the number of visible devices that a type of machine uses; 0 if it uses none.
 
     For ``multi-GPU``, these are the devices of the best kind on this machine other than TPUs.
     """
@@ -194,7 +194,7 @@ def _fsdp(talk: Dialog) -> bool:
         return False
     talk.setting("fsdp_sharding_strategy", "What should be sharded?", choices=True)
     talk.switch("fsdp_offload_params", "Do you want to keep weights in CPU memory between uses?")
-    policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks should each be sharded as a unit?", choices=True)
+    policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks should FSDP shard as units?", choices=True)
     if policy == "TRANSFORMER_BASED_WRAP":
         talk.setting("fsdp_transformer_layer_cls_to_wrap", "Which classes are the blocks? Separate them with commas.")
     if policy == "SIZE_BASED_WRAP":

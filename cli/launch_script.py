@@ -42,7 +42,7 @@ def find_script(arguments: Namespace) -> Script:
     """Return the script that the command line specifies.
 
     Raises:
-        ValueError: if ``-m`` and ``--no_python`` are both given, or ``python`` is given with options.
+        ValueError: if ``-m`` and ``--no_python`` are both given, or neither a script nor ``-m`` follows ``python``.
         FileNotFoundError: if the file or program does not exist.
     """
     target, rest = arguments.script, list(arguments.script_args)

@@ -1,4 +1,4 @@
-"""Entry point, which finds a command and runs it. Showing help imports only the standard library."""
+"""The entry point, which finds a command and runs it. Showing help imports only the standard library."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
 CHECKS: dict[str, Callable[[Accelerator], Iterable[str]]] = {
     "the processes form one group": check_group,
     "collectives are correct": check_collectives,
-    "each sample comes once": check_data,
+    "each sample is seen once": check_data,
     "training matches one process": check_training,
     "a saved state is restored": check_checkpoint,
 }

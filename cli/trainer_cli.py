@@ -403,7 +403,7 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: TrainingModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return the value that the module's ``configure_optimizers`` returns if the user has chosen an optimizer.
+        """Return the result of the module's ``configure_optimizers`` if the user has chosen an optimizer.
 
         Override this method to change the return value.
 

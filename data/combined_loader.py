@@ -236,7 +236,7 @@ class _Pass:
         length = combined._lengths()[index]
         self.number, rest = 0, start
         if start and length and combined.mode == "max_size_cycle":
-            # A pass that has been read is over only when its next batch is due, after the batches of other loaders.
+            # A fully read pass ends only when its next batch is due, after the other loaders have yielded theirs.
             self.number, rest = divmod(start - 1, length)
             rest += 1
         for number in range(self.number):

@@ -115,8 +115,8 @@ def count_batches(loader: Any, limit: float | int | None, what: str) -> int | fl
 def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     """Make the order of the next epoch depend only on ``seed`` and ``epoch``, and call :func:`announce_epoch`.
 
-    Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
-    seeds; both generators are reseeded in each call. A generator that the user passed is not changed. All processes
+    Samplers that draw from torch's global generator get their own generator, and the loader gets one for its workers'
+    seeds; these generators are reseeded in each call. A generator that the user passed is not changed. All processes
     draw the same order, and each process uses its shard; the seeds of workers that augment samples differ between
     processes.
     """
@@ -232,7 +232,7 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
         if splits_itself(dataset):
             why, instead = f"{name} itself decides which samples each rank reads", "let Paceline split the data by rank"
         elif isinstance(dataset, IterableDataset) and workers > 1:
-            why, instead = f"{workers} workers read {name} in turns", "use at most one worker"
+            why, instead = f"{workers} workers take turns reading {name}", "use at most one worker"
         else:
             continue
         messages.warn_once(
@@ -333,7 +333,7 @@ def whole_of(loader: Any) -> Any:
 def samples_in_batch(loader: Any, num_ranks: int) -> int | None:
     """Return the number of samples in a full batch across all ranks; None if the loader has no known batch size.
 
-    For a ``CombinedLoader``, it is the number of samples in a batch of each of its loaders.
+    For a ``CombinedLoader``, this is the sum over its loaders.
     """
     whole = whole_of(loader)
     if isinstance(whole, CombinedLoader):

@@ -55,12 +55,12 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
 
     Batches that are not collected sample by sample from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a
     list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
-    because they may already be sharded by process. With an iterable dataset, each worker's stream ends separately,
-    and only the last batch of the stream that ends last is weighted exactly.
+    because they may already be sharded by process. With an iterable dataset, each worker's stream ends separately, and
+    only the last batch of the stream that ends last is weighted exactly.
 
     Args:
-        loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded individually.
-            A loader that is already split (for example, by a ``DistributedSampler``) is returned unchanged.
+        loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded individually. A
+            loader that is already split (for example, by a ``DistributedSampler``) is returned unchanged.
         rank: rank of this process.
         world: number of processes. If it is 1, the loader itself is returned.
     """
@@ -85,8 +85,8 @@ def last_share(loader: Any) -> float:
     The weight is ``own samples * processes / samples of all processes``: 1.0 if all processes have the same number of
     samples, and 0.0 for a batch that only repeats a sample. It applies to the loader's own last batch, not to the last
     batch before a limit. For a loader without a known length, the weight is valid once that batch has been fetched. For
-    a ``CombinedLoader``, it is the weight on which all loaders that end together with it agree, or 1.0 if they
-    disagree.
+    a ``CombinedLoader``, it is the common weight of all loaders that end together with it, or 1.0 if their weights
+    differ.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}
@@ -96,7 +96,7 @@ def last_share(loader: Any) -> float:
 
 
 def unweighted(loader: CombinedLoader, batches: int | float) -> list[int]:
-    """Return the indices of a combined loader's loaders whose last batch cannot get its own weight.
+    """Return the indices of the loaders in a combined loader whose last batch cannot be weighted separately.
 
     The processes share that batch unevenly, but :func:`last_share` is one weight for the batches of all loaders in a
     step. Loaders without a known length are left out.
@@ -143,8 +143,8 @@ def surplus(loader: Any) -> bool:
 def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
     """Return an iterator over the dataset indices of each batch in the next pass. Call this before the pass begins.
 
-    Returns None if the indices are unknown, because there is no sampler, or because the samples are not in order on a
-    single process.
+    Returns None if the indices are unknown: the loader has no batch sampler, or a single process reads the samples in a
+    shuffled or custom order.
     """
     shard = shard_of(loader)
     if isinstance(shard, RankSampler):
@@ -198,7 +198,7 @@ class RankSampler(Shard, Sampler[Any]):
 
     @property
     def share(self) -> float:
-        """Return the weight of this rank's last batch; see :func:`last_share`."""
+        """The weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self._items)
         return self._share if total is None else self.division.share(total)
 
@@ -249,13 +249,12 @@ class RankStream(Shard, IterableDataset[Any]):
 
     @property
     def share(self) -> float:
-        """Return the weight of this rank's last batch; see :func:`last_share`."""
+        """The weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self.whole_dataset) if self._workers < 2 else None
         if total is not None:
             return self.division.share(total)
-        ends = list(
-            enumerate(self._ends.tolist())
-        )  # workers take turns, so the last one with the most batches ends last
+        ends = list(enumerate(self._ends.tolist()))
+        # Workers take turns, so the last one with the most batches ends last.
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
 
     def share_of(self, number: int) -> float:
@@ -299,7 +298,7 @@ class RankIterable(Shard):
 
     @property
     def share(self) -> float:
-        """Return the weight of this rank's last batch; see :func:`last_share`."""
+        """The weight of this rank's last batch; see :func:`last_share`."""
         total = length_of(self.paceline_whole)
         return self._share if total is None else self.division.share(total)
 
@@ -341,7 +340,7 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
 
 
 def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[RoundShare]:
-    """Yield this rank's part of each item of ``source``. With a seed, ``source`` draws from private RNG states.
+    """Yield this rank's share of ``source``, round by round. With a seed, ``source`` draws from private RNG states.
 
     The first ``start`` items, which must be full rounds, are skipped.
     """

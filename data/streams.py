@@ -38,7 +38,7 @@ def splits_itself(dataset: Any) -> bool:
 
 
 def counts_ranks_at_creation(dataset: Any) -> bool:
-    """Return True if a dataset looks up the number of ranks when it is created, as LitData's and Mosaic's do."""
+    """Return True if a dataset, such as LitData's or Mosaic's, looks up the number of ranks when it is created."""
     return any(getattr(dataset, place, None) is not None for place in ("distributed_env", "_unique_rank_world"))
 
 

@@ -25,9 +25,9 @@ class RoundShare(NamedTuple):
 class Division:
     """How a stream is divided. In each round, the processes take the next ``world * size`` items, in rank order.
 
-    In training, the processes together take the same items, batch by batch, as one process with batches of ``world *
-    size``. Items left at the end are spread evenly. A rank that gets none of these items repeats an earlier one with a
-    share of 0, so that all ranks have the same number of batches.
+    In training, the processes together take the same items, batch by batch, as one process with batches of
+    ``world * size``. Items left at the end are spread evenly. A rank that gets none of these items repeats an earlier
+    one with a share of 0, so that all ranks have the same number of batches.
 
     In evaluation, no item is counted twice. If the last round would have fewer items than there are ranks, the last two
     rounds are redistributed. If that is impossible (``size`` is 1, or there are fewer items than ranks), the ranks

@@ -20,7 +20,7 @@ def _waits_for_data(case: Case) -> Facts | None:
 
 
 def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
-    """Return the seconds for loading a batch in a worker (or in this process), and for a step without waiting."""
+    """Return the seconds to load a batch in a worker (or in this process), and of a step without waiting for data."""
     wait = facts.parts.get("data", 0.0) / max(facts.steps, 1)
     rest = facts.step - wait
     workers = facts.loader.get("num_workers", 0)

@@ -96,7 +96,7 @@ class Doctor(Profiler):
             device, and batches that are too small. Recording makes these two steps several times slower.
 
     Attributes:
-        report: the report, on rank 0 after a fit; None if the fit ended during the warmup.
+        report: the report, on rank 0 after a fit; None if an error ended the fit during the warmup.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def numa_distance(case: Case) -> Finding | None:
         f"but the GPU of rank {facts.rank} is attached to node {facts.numa['device_node']}.",
         "Batches that were prepared on another node take longer to reach the GPU, and kernel launches take longer too.",
         "Use paceline launch --enable_cpu_affinity, DDPStrategy(numa=True), or numactl --cpunodebind.",
-        "A step will be a few percent faster, or more than that if much data is copied.",
+        "A step will be a few percent faster, or more if much data is copied.",
         0.03,
     )
 

@@ -36,8 +36,8 @@ class Facts:
         run_parts: seconds of the entire run, by part.
         often: number of measured steps in which a validation or a checkpoint took significant time.
         hooks: seconds by hook, such as ``"MyCallback.on_train_batch_end"``, over the measured steps, slowest first.
-        communication: seconds of gradient communication per step, in total (``all``), and as far as the backward pass
-            did not hide them (``exposed``); empty if not measured.
+        communication: seconds of gradient communication per step: all of it (``all``), and the part that the backward
+            pass did not hide (``exposed``); empty if not measured.
         operators: number of operators that a step calls; None if unknown.
     """
 

@@ -79,7 +79,7 @@ class OwnLoop:
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds that the first trained model has spent on communication so far."""
+        """The communication times of the first trained model so far; see :meth:`Strategy.communication_seconds`."""
         return next((told for one in self._replicas() if (told := one.communication_seconds())), None) or {}
 
     def measure_communication(self) -> None:
@@ -196,7 +196,7 @@ class PlannedLoop(OwnLoop):
             self.examiner.teardown("fit")
 
     def _finish_if_it_went_well(self) -> None:
-        """Write the report when the program ends, unless it failed, because the report requires every process."""
+        """Write the report when the program ends, unless the program failed. The report requires every process."""
         if getattr(sys, "last_value", None) is None:
             self.training_ends()
 

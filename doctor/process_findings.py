@@ -20,7 +20,7 @@ def _own(facts: Facts) -> float:
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that gradients are in transit, which is how long the slowest rank waits."""
+    """Return the seconds per step that gradients are in transit: the wait of the slowest rank."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 

@@ -241,7 +241,7 @@ class Report:
             }
             found.append(stacked_bars(bars, "ms"))
         if self.ranks[0].device_seconds:
-            found.append(paragraph("The device's time was measured for the parts, but the host's time for the step."))
+            found.append(paragraph("The parts were timed on the device, but the whole step was timed on the host."))
         return found
 
     def _line(self) -> Html:
@@ -281,5 +281,5 @@ def _reasons(finding: Finding) -> list[str]:
 
 
 def _after_colon(text: str) -> str:
-    """Return a sentence in the form for use after a colon, in lowercase unless the sentence starts with a name."""
+    """Lowercase the first letter of a sentence, for use after a colon, unless the sentence starts with a name."""
     return text[0].lower() + text[1:] if re.match(r"[A-Z][a-z]*[ ,:]", text) else text

@@ -30,7 +30,7 @@ class TrainerSubject:
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds spent on communication so far."""
+        """The communication times so far; see :meth:`Strategy.communication_seconds`."""
         return self.strategy.communication_seconds() or {}
 
     @property

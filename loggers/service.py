@@ -26,7 +26,7 @@ class ServiceLogger(CheckpointUploads):
     and :meth:`_upload`. To support resuming, it also defines :meth:`_exists` and :meth:`_recorded`.
 
     Args:
-        project: name of the project (or experiment) by which the package groups runs.
+        project: name of the project (or experiment) into which the package groups runs.
         run_id: the id of a run to continue; None starts a new run.
         save_dir: the folder for local files and checkpoints, or None.
         prefix: prefix of each metric's name, followed by a dash.
@@ -227,7 +227,7 @@ class ServiceLogger(CheckpointUploads):
         return name
 
     def _discard(self) -> None:
-        """Remove an open run to which nothing was logged, or finish it if it cannot be removed."""
+        """Remove an open run without logged values, or finish it if it cannot be removed."""
         self._finish("success")
 
     def _flush(self) -> None:

@@ -44,10 +44,10 @@ class TensorBoardLogger(FolderLogger):
             another value, log ``hp_metric`` yourself.
         prefix: prefix for each metric's name, followed by a dash.
         sub_dir: a subfolder of the version's folder, for the event files.
-        **kwargs: ``purge_step`` (hide an earlier run's values from this step on), ``max_queue`` (events that
-            may be queued before training waits, default 1000), ``flush_secs`` (maximum seconds until queued events are
-            written, default 10), ``filename_suffix``, and ``comment``, which has no effect, because SummaryWriter
-            adds it only to a folder that it chooses itself.
+        **kwargs: ``purge_step`` (hide an earlier run's values from this step on), ``max_queue`` (events that may be
+            queued before training waits, default 1000), ``flush_secs`` (maximum seconds until queued events are
+            written, default 10), ``filename_suffix``, and ``comment``, which has no effect, because SummaryWriter adds
+            it only to a folder that it chooses itself.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class TensorBoardLogger(FolderLogger):
         """Add values to the run's hyperparameters, and log ``metrics``, which the HParams tab can then compare.
 
         Args:
-            params: The values.
-            metrics: Numbers by name.
-            step: Step of the ``metrics``, 0 if None.
+            params: the values.
+            metrics: numbers by name.
+            step: step of the ``metrics``; 0 if None.
         """
         super().log_hyperparams(params)
         if not self.hparams:
@@ -304,14 +304,14 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _pass_second(names: Iterable[str]) -> None:
-    """Wait until the second in the newest of these file names is over, because files are sorted by that second."""
+    """Wait until the second in the newest file name has passed, because files are sorted by that second."""
     newest = max((int(name.split(".")[3]) for name in names), default=0)
     while newest <= time.time() < newest + 1:
         time.sleep(newest + 1 - time.time())
 
 
 def _session_end(succeeded: bool) -> Any:
-    """Return the record from which the HParams tab learns whether the run succeeded."""
+    """Return the record that tells the HParams tab whether the run succeeded."""
     from tensorboard.plugins.hparams import metadata
 
     api, data = _tensorboard("plugins.hparams.api_pb2"), _tensorboard("plugins.hparams.plugin_data_pb2")

@@ -29,7 +29,7 @@ Points = list[tuple[float, float]]
 
 @dataclass
 class Start:
-    """One start of a run, which is the part of the run that a single process carried out.
+    """One start of a run: the part of the run that a single process executed.
 
     Attributes:
         facts: facts that were known when this part of the run began.
@@ -94,13 +94,13 @@ class History:
 
     @property
     def name(self) -> str:
-        """The log's name and version, or else the record's folder; then the record's name if it is not the default."""
+        """The log's name and version or else the record's folder, followed by the record's name if not the default."""
         name = self.facts.get("experiment") or self.path.resolve().parent.name
         return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 
     @property
     def status(self) -> str:
-        """The status of the run in words, which say how it ended or that it is still running."""
+        """The status of the run in words: how it ended, or that it is still running."""
         if not self.starts:
             return "nothing was recorded"
         last = self.starts[-1]

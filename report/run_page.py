@@ -23,7 +23,7 @@ _STAGES = re.compile(r"^(train|val|valid|validation|test)(?=[_/.-]|$)[_/.-]?|(?<
 
 
 def write(path: str | os.PathLike[str], page: str) -> str:
-    """Write a page atomically. Return its path."""
+    """Write a page atomically and return its path."""
     where = Path(path)
     where.parent.mkdir(parents=True, exist_ok=True)
     temporary = where.with_name(f".{where.name}.{os.getpid()}")

@@ -1006,7 +1006,7 @@ def test_verbose_says_what_is_saved_and_what_is_not(tmp_path: Path, caplog: pyte
     fit(tmp_path, by_score(tmp_path, verbose=True), module=Scored(1.0, 2.5), epochs=2)
     said = caplog.text
     assert f"Step 4: 'score' is 1, saved '{tmp_path / 'epoch=0.ckpt'}'." in said
-    assert "Step 8: 'score' is 2.5, not among the best 1." in said
+    assert "Step 8: 'score' is 2.5, which is not among the best 1." in said
 
 
 def test_the_ranking_can_be_written_as_yaml(tmp_path: Path) -> None:

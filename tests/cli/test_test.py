@@ -59,7 +59,7 @@ def wrong_checkpoint(accelerator: Accelerator) -> None:
     [
         (wrong_group, "the processes form one group", "3 processes were started, but the group has 2"),
         (wrong_collectives, "collectives are correct", "gather gave"),
-        (wrong_data, "each sample comes once", "gather_for_metrics returned"),
+        (wrong_data, "each sample is seen once", "gather_for_metrics returned"),
         (wrong_training, "training matches one process", "the trained model's outputs differ by"),
         (wrong_checkpoint, "a saved state is restored", "the model's outputs changed after load_state"),
     ],

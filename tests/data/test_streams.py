@@ -96,7 +96,7 @@ def test_a_position_that_counts_all_ranks_is_used_by_another_number_of_ranks() -
     [
         ({"_distributed": SimpleNamespace(rank=0, world_size=1)}, 0, "Stream itself decides"),
         ({"pipeline": [len, split_by_node]}, 0, "Stream itself decides"),
-        ({}, 2, "2 workers read Stream in turns"),
+        ({}, 2, "2 workers take turns reading Stream"),
     ],
     ids=["datasets", "webdataset", "workers"],
 )
