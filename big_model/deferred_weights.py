@@ -144,8 +144,8 @@ class Waiting:
 
     Attributes:
         notes: notes for parameters whose values are in files, by parameter name.
-        unfilled: names of tensors that have memory but no values, because no method of their layer sets the values. A
-            checkpoint may still set them.
+        unfilled: names of tensors that have memory but no values, because no method of their layer sets them. A
+            checkpoint may still do so.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:

@@ -33,7 +33,7 @@ def main_device_of(device_map: Mapping[str, Any]) -> Any:
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a module or tensor from its own entry or that of the nearest enclosing module, else None."""
+    """Return the device in a module's or tensor's own entry, or else in its nearest parent's; None if there is none."""
     while True:
         if name in device_map:
             return device_map[name]

@@ -1,4 +1,4 @@
-"""Creates models whose tensors have shapes but no values."""
+"""Create models whose tensors have shapes but no values."""
 
 from __future__ import annotations
 

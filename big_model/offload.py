@@ -1,4 +1,4 @@
-"""Offloads weights to a folder on disk, and reads them back."""
+"""Offload weights to a folder on disk, and read them back."""
 
 from __future__ import annotations
 

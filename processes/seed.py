@@ -91,7 +91,7 @@ def _valid_seed(seed: Any, said: str) -> int:
 def random_states() -> dict[str, Any]:
     """Return the state of every random number generator in use, as plain data and tensors.
 
-    ``torch`` is a tensor of shape (n,), uint8, on the CPU. Each kind of device in use has an entry under its name: the
+    The entry ``torch`` is a uint8 CPU tensor of shape (n,). Each kind of device in use has an entry under its name: the
     entry ``mps`` is one such tensor, and any other entry has one tensor per device. Reading the states may wait for the
     devices.
     """

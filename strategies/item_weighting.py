@@ -37,7 +37,7 @@ class ItemWindow:
         return weighed(loss, items, self.unit)
 
     def finish(self) -> Tensor:
-        """Return the factor, shape (), that makes the window's gradients those of the mean over all ranks' items.
+        """Return the factor, shape (), that turns the window's gradients into those of the mean over all ranks' items.
 
         Every rank must call this. Afterwards, the window is empty.
         """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..distributed import DistributedStrategy
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-#: Number of plans to keep; a plan has the buffers for micro-batches of one form.
+#: Number of plans to keep; a plan holds the buffers for micro-batches of one form.
 _KEPT_PLANS = 4
 #: Maximum number of processes: each has one bit in the integer that says which processes use a weight.
 _MOST_PROCESSES = 62
