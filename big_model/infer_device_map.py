@@ -72,7 +72,7 @@ class DevicePlan:
 
     @property
     def offloaded(self) -> list[str]:
-        """Names of offloaded parts in the map, which are stored on another device than the one on which they run."""
+        """Names of the map's offloaded parts, which are not stored on the device on which they run."""
         return [name for name, device in self.device_map.items() if is_offloaded(device, self.main_device)]
 
     def __str__(self) -> str:

@@ -178,7 +178,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """A view of those tensors in a mapping whose names begin with a prefix, which is removed from the names."""
+    """A view of the tensors whose names begin with a prefix; the prefix is removed from the names."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset

@@ -128,7 +128,7 @@ def prepare_quantized(module: nn.Module) -> None:
     """Allow the quantized layers in a module to load any compatible state.
 
     The layers can then load their own states, even after a forward pass, and the weights of plain linear layers, which
-    are quantized. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This
+    they quantize. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This
     rounding is turned off, because training and resumed runs need unchanged weights.
     """
     for layer in quantized_layers(module).values():

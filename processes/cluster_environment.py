@@ -109,7 +109,7 @@ def requeue() -> None:
 
 
 def is_requeued(environ: Environment | None = None) -> bool:
-    """Return True if SLURM has started this job before, so that there may be a checkpoint to resume from."""
+    """Return True if SLURM has started this job before, so there may be a checkpoint to resume from."""
     environ = os.environ if environ is None else environ
     return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
 
@@ -270,7 +270,7 @@ def _lsf(environ: Environment) -> Cluster | None:
 def _mpi(
     environ: Environment, name: str, names: list[str], command: str, job: str, address: str | None = None
 ) -> Cluster:
-    """Return the cluster that MPI variables describe; ``names`` are those for rank, size, local rank and local size."""
+    """Return the cluster described by MPI variables; ``names`` lists them: rank, size, local rank and local size."""
     _need(environ, names, f"Start the script with {command}, which sets them")
     rank, world_size, local_rank, local_world_size = (_number(environ, variable) for variable in names)
     num_nodes = -(-world_size // max(local_world_size, 1))

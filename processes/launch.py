@@ -163,7 +163,7 @@ def start(
             job = _Job(folder, start_method, work, stack.enter_context(Relay(num_processes)))
         else:
             _refuse_definitions(work)
-            _save(work, Path(folder) / "work.pt", "The work of the new processes", _PICKLE_FIX)
+            _save(work, Path(folder) / "work.pt", "Everything that the run needs", _PICKLE_FIX)
             job = _Job(folder, start_method)
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
@@ -312,7 +312,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything that a new process needs, in one object because torch elastic treats plain strings as templates."""
+    """Everything that a new process needs, as one object, because torch elastic treats plain strings as templates."""
 
     folder: str
     start_method: StartMethod

@@ -61,7 +61,7 @@ def leave() -> None:
 
 
 def is_shared() -> bool:
-    """Return True if this process is in a process group that :func:`join` did not create for it alone."""
+    """Return True if this process is in a process group other than the one that :func:`join` creates for it alone."""
     return dist.is_initialized() and dist.group.WORLD is not _alone
 
 

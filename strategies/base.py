@@ -127,7 +127,7 @@ class Strategy(Placement, Communication, State):
     # ---- communication of gradients ----------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Set whether the next backward pass communicates gradients; only a window's last pass must do so."""
+        """Set whether the next backward pass communicates gradients; only a window's last pass needs to."""
 
     def sync_next_backward(self) -> None:
         """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""
@@ -152,7 +152,7 @@ class Strategy(Placement, Communication, State):
         return False
 
     def check_parameters(self, module: nn.Module) -> None:
-        """Check that training still reaches every parameter. Called when a training epoch or pass begins."""
+        """Check that training still reaches every parameter. Called when a training epoch or a pass over a loader begins."""
 
     def check_replicas(self, module: nn.Module) -> None:
         """Warn about weights that differ between the ranks but should not. All ranks must call this."""

@@ -27,7 +27,7 @@ class UnlikeTensorsError(ValueError):
 
 
 class Communication:
-    """The processes of a run: how they start, what rank this one has, what they exchange, and how they stop together.
+    """The processes of a run: how they start, their ranks, what they exchange, and how they stop together.
 
     By default there is one process, so collectives return their input. To run several processes, derive from
     ``DistributedStrategy``, which overrides all of these methods. If some processes see the same data, also override

@@ -150,7 +150,7 @@ class DDPStrategy(DistributedStrategy):
         if self._manual and self.ddp_options.get("static_graph"):
             raise ValueError(
                 f"DDPStrategy(static_graph=True) does not work with manual optimization, which {type(module).__name__} "
-                "uses, because torch records the graph in a backward pass that follows training_step. It would not "
+                "uses, because torch records the graph in a backward pass that follows training_step, and would not "
                 "average the gradients of backward passes in training_step. Leave static_graph out."
             )
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
@@ -320,7 +320,7 @@ class DDPStrategy(DistributedStrategy):
         """Watch parameters that were added after wrapping.
 
         Raises:
-            RuntimeError: a parameter has another dtype, device or shape than when it was wrapped, so torch no longer
+            RuntimeError: the dtype, device or shape of a parameter has changed since it was wrapped, so torch no longer
                 notices its gradients.
         """
         if self.talks:

@@ -104,10 +104,10 @@ class DistributedStrategy(Strategy):
         process_group_backend: the process group's backend; if None, gloo for CPU tensors and NCCL for CUDA tensors.
         init_method: the rendezvous URL, as for ``init_process_group``; the launcher's address if None.
         timeout: how long a collective waits for the other processes.
-        start_method: how the ranks start if there is no launcher: ``"popen"`` runs the command again;
-            ``"spawn"``, ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"`` chooses
-            ``"popen"`` in a script; elsewhere (pytest, notebooks), it chooses ``"fork"``, or ``"spawn"`` if this
-            process cannot be forked and a new process can import the code.
+        start_method: how the ranks start if there is no launcher: ``"popen"`` runs the command again; ``"spawn"``,
+            ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"`` chooses ``"popen"`` in a
+            script; elsewhere (pytest, notebooks), it chooses ``"fork"``, or ``"spawn"`` if this process cannot be
+            forked and a new process can import the code.
         numa: bind each process to the cores of its GPU's NUMA node.
     """
 

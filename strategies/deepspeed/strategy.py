@@ -44,7 +44,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) through the DeepSpeed package.
 
     Stage 1 shards the optimizer's state across processes, stage 2 also shards the gradients, and stage 3 also shards
-    the weights. There can only be one optimizer. It updates flat float32 slices of the weights, so it must treat each
+    the weights. Only one optimizer is supported. It updates flat float32 slices of the weights, so it must treat each
     element independently (as SGD, Adam and AdamW do). After backward, the gradients are in slices with the same layout,
     not in ``parameter.grad``. To read a gradient, use ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter
     that the loss does not depend on has a zero gradient, so weight decay still shrinks it.
@@ -347,7 +347,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return stepped
 
     def _keep_changes(self) -> None:
-        """Keep what the user's code has changed in the weights since the last step.
+        """Keep changes that the user's code has made to the weights since the last step.
 
         With offload, changes through ``.data`` are not noticed, because finding them would require copying all weights
         to the host.
@@ -474,7 +474,7 @@ class _Root(nn.Module):
         return through_engine
 
     def bind_evaluation(self, step: Callable[..., T]) -> Callable[..., T]:
-        """Return a function that runs an evaluation step as the engine's forward and hides the result from it."""
+        """Return a function that runs an evaluation step as the engine's forward, without returning its result."""
 
         def through_root(*args: Any, **kwargs: Any) -> T:
             results: list[T] = []

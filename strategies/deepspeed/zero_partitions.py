@@ -218,7 +218,7 @@ def master_weights(
 def load_master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
-    """Load the result of :func:`master_weights`. The 16-bit weights that are derived from it are saved separately."""
+    """Load the result of :func:`master_weights`. The 16-bit weights derived from it are saved separately."""
     for index, parameter in parameters.items():
         if id(parameter) in found and index in weights:
             piece = found[id(parameter)]

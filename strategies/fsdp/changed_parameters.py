@@ -31,7 +31,7 @@ class ChangedParameters:
         self._shards = [self._identity(one) for one in sharded]
 
     def keep(self) -> None:
-        """Copy changes that a step has made to gathered parameters to their shards.
+        """Write values that a step has changed in gathered parameters back to their shards.
 
         Raises:
             RuntimeError: the change cannot be kept.

@@ -430,7 +430,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @property
     def _has_plain_parameters(self) -> bool:
-        """Whether an optimizer may hold both sharded and plain parameters, which torch does not combine."""
+        """Whether an optimizer may hold both sharded and plain parameters, which torch cannot combine."""
         return bool(self._ignored)
 
     def _unscale_parts(
@@ -659,7 +659,7 @@ class _Holder(nn.Module):
     def unshard(self) -> None: ...
 
     def keep_changes(self) -> None:
-        """Keep changes that a step has made to gathered parameters: to their values, and to whether they are frozen."""
+        """Keep changes that a step has made to the values and ``requires_grad`` of gathered parameters."""
         keep_requires_grad(self.gathered)
         self.changes.keep()
 

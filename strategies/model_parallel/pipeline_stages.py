@@ -154,7 +154,7 @@ class StageRun:
         received: tensors from the previous stage, in the order of ``passage.wanted``.
         stop_at_entry: whether to end the run at the stage's first block, to find out which tensors the stage needs.
         on_entry: function that is called at the stage's first block.
-        seen: set to which the ids of the parameters that the stage's own blocks use are added; None if not needed.
+        seen: set that collects the ids of the parameters that the stage's own blocks use; None if not needed.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class StageExit(BaseException):
 class _Mode(TorchFunctionMode):
     """Replaces values derived from weights with fake tensors before a stage's first block; other code runs as written.
 
-    ``on`` is True until the step reaches that block. From that block on, ``seen`` receives the ids of the parameters
+    ``on`` is True until the step reaches that block. From that block on, ``seen`` collects the ids of the parameters
     that the step uses.
     """
 

@@ -329,7 +329,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._parts_group
 
     def compute_metric(self, metric: Any) -> Any:
-        """Return the metric across the ``data_group``, because processes that split layers see the same samples."""
+        """Compute the metric across ``data_group`` only, because processes that split layers see the same samples."""
         group = self.data_group
         if group is None:
             return super().compute_metric(metric)

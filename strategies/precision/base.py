@@ -181,7 +181,7 @@ class Precision:
         return self.forward_context()
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        """Context manager for a backward pass inside a step (manual optimization); the step's autocast is off in it."""
+        """Context manager for a backward pass inside a step (manual optimization), with the step's autocast off."""
         return nullcontext()
 
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -233,7 +233,7 @@ class Precision:
         optimizer: Any,
         hooks: tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]],
     ) -> Callable[..., None]:
-        """Return a function that runs a backward pass through the methods of a subclass that overrides one of them.
+        """Return a backward function that calls :meth:`pre_backward`, :meth:`backward` and :meth:`post_backward`.
 
         Args:
             backward: the strategy's ``backward``.
