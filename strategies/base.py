@@ -152,7 +152,7 @@ class Strategy(Placement, Communication, State):
         return False
 
     def check_parameters(self, module: nn.Module) -> None:
-        """Check that training still reaches every parameter. Called when a training epoch or a pass over a loader begins."""
+        """Check that training still reaches every parameter. Called when an epoch or a pass over a loader begins."""
 
     def check_replicas(self, module: nn.Module) -> None:
         """Warn about weights that differ between the ranks but should not. All ranks must call this."""

@@ -380,7 +380,7 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
         )
     if (found := sum(size > 0 for size in sizes)) < count:
         raise ValueError(
-            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), but there are {count} pipeline "
+            f"{owner} has too few blocks with parameters ({found}: {names[0]} ... {names[-1]}) for {count} pipeline "
             "stages. Use fewer stages (pipeline_parallel, virtual_stages), or list smaller modules in split_points."
         )
     return names, sizes

@@ -163,7 +163,7 @@ def test_a_stage_may_begin_with_the_decoder() -> None:
 
 
 def test_fewer_blocks_than_stages_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"Net has 2 blocks .*but there are 3 pipeline stages"):
+    with pytest.raises(ValueError, match=r"Net has too few blocks .* for 3 pipeline stages"):
         Stages(Net(blocks=2), 3, CPU)
 
 
