@@ -354,7 +354,7 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _ignored_parameters(self) -> set[nn.Parameter]:
-        """Return the sharded module's current parameters that are not sharded."""
+        """Return the module's current parameters that are not sharded."""
         return {parameter for module in self._ignored for parameter in module.parameters()}
 
     def _give_rank_zeros_values(self, part: nn.Module, later: Collection[Tensor] = ()) -> None:
