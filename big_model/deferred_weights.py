@@ -144,8 +144,8 @@ class Waiting:
 
     Attributes:
         notes: notes for parameters whose values are in files, by parameter name.
-        unfilled: names of tensors that have memory but no values, because no method of their layer sets the values. A
-            checkpoint may still set them.
+        unfilled: names of tensors that have memory but no values, because no method of their layer sets them. A
+            checkpoint may still do so.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -181,7 +181,7 @@ class Waiting:
         self.unfilled = [name for name in self.unfilled if name not in found]
 
     def read(self, module: nn.Module) -> None:
-        """Read the values of the deferred parameters, or of this process's shards, from their files one at a time."""
+        """Read the deferred parameters' values, or this process's shards of them, from their files, one at a time."""
         own = dict(module.named_parameters(remove_duplicate=False))
         files: dict[Path, dict[str, dict[int, tuple[Tensor, Note]]]] = {}
         for name, note in self.notes.items():
@@ -231,7 +231,7 @@ def _read_file(file: Path, wanted: Mapping[str, Mapping[int, tuple[Tensor, Note]
             pages = pages or Pages()
             sharded_loading.fill(own, value, note.dtype, pages)
     if left:
-        raise _changed(file, f"{', '.join(sorted(left)[:5])} is no longer in the file")
+        raise _changed(file, f"the file no longer contains {', '.join(sorted(left)[:5])}")
 
 
 def _changed(file: Path, what: str) -> ValueError:

@@ -33,7 +33,7 @@ def main_device_of(device_map: Mapping[str, Any]) -> Any:
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a module or tensor from its own entry or that of the nearest enclosing module, else None."""
+    """Return the device that a map assigns to a module or tensor; None if neither it nor a parent has an entry."""
     while True:
         if name in device_map:
             return device_map[name]
@@ -118,7 +118,7 @@ class Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"This call would move or convert {self.name}, which was dispatched to {self.where}, and so undo its "
+            f"This call would move or convert {self.name}, which was dispatched to {self.where}, and would undo its "
             "device map. Load the model again with a different device_map, max_memory or dtype, or first call "
             "remove_hook_from_submodules(model) from paceline.big_model.hooks."
         )
@@ -130,7 +130,7 @@ def spread_in(module: nn.Module) -> nn.Module | None:
 
 
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
-    """Return the shortest equivalent map, in which a module's entry replaces those of its parts if all are the same."""
+    """Return the shortest equivalent map: if all parts of a module are on one device, the module has one entry."""
     below: dict[str, set[Device]] = {}
     for name, device in device_map.items():
         for prefix in _prefixes(name):

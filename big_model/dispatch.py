@@ -1,4 +1,4 @@
-"""Distributes a model across accelerators, host memory and disk, and runs it as if it were on one device."""
+"""Distribute a model across accelerators, host memory and disk, and run it as if it were on one device."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def dispatch_model(
 
     A part in host memory or on disk is copied to the main device when it runs and freed afterward, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
-    copy. Outputs are bit-identical to those of the model on one device, as long as modules only call each other. A
-    module that reads another module's weight directly gets the values as stored. On the CPU, computing directly with
-    values in a file may change the last bits of a product, unless the file is aligned to 64 bytes, as Paceline's own
-    files are. Only one thread at a time may run the model, and the files must not change while the model is in use. To
-    train a model that does not fit on one device, use ``strategy="fsdp"``.
+    copy. Outputs are bit-identical to those of the model on one device, as long as each module reads only its own
+    weights. A module that reads another module's weight directly gets the stored tensor, which may be offloaded. On the
+    CPU, computing directly with values in a file may change the last bits of a product, unless the file is aligned to
+    64 bytes, as Paceline's own files are. Only one thread at a time may run the model, and the files must not change
+    while the model is in use. To train a model that does not fit on one device, use ``strategy="fsdp"``.
 
     Args:
         model: a model with all its values, or on the meta device if ``state_dict`` or ``offload_index`` has the values.
@@ -62,7 +62,7 @@ def dispatch_model(
         main_device: device on which offloaded parts run; None means the first accelerator in the map, or else the CPU.
         state_dict: values of offloaded parts, if the model does not contain them.
         offload_dir: folder for weights with device ``"disk"`` that no safetensors file contains in the right dtype.
-        offload_index: index of that folder (or of safetensors files), if it already exists.
+        offload_index: index of ``offload_dir`` (or of safetensors files), if it already exists.
         offload_buffers: whether to offload buffers too.
         skip_keys: keyword arguments that are not moved to a part's device.
         preload_module_classes: classes, or their names, whose instances are fetched as a unit; None means the model's
@@ -151,7 +151,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store each layer's weights in a smaller dtype than the dtype in which the layer computes.
+    """Store each layer's weights in a smaller dtype than the layer computes in.
 
     Args:
         module: the model.
@@ -277,7 +277,7 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the parts that are each fetched as a unit, with names: :func:`smallest_parts`, as split by the map."""
+    """Return the named parts that are each fetched as a unit: :func:`smallest_parts`, split further by the map."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -327,7 +327,7 @@ def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.
 
 
 def _called(model: nn.Module, name: str) -> list[str]:
-    """Return the module ``name``, or if it is only a container, the modules called inside it; empty for a tensor."""
+    """Return the module ``name`` or, if it is only a container, the modules called inside it; empty for a tensor."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -338,7 +338,7 @@ def _called(model: nn.Module, name: str) -> list[str]:
 
 
 def _runner(model: nn.Module, name: str) -> str:
-    """Return the module ``name``, or if it cannot be called (a container, a tensor), the nearest callable parent."""
+    """Return the module ``name`` or, if it cannot be called (a container, a tensor), its nearest callable parent."""
     while name:
         try:
             if type(model.get_submodule(name)).forward is not _NO_FORWARD:

@@ -1,4 +1,4 @@
-"""Creates models whose tensors have shapes but no values."""
+"""Create models whose tensors have shapes but no values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..torch_private import own_buffers, own_parameters
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Context manager in which new parameters move to the meta device, so that only their shapes and types remain.
+    """Context manager in which new parameters are moved to the meta device, which keeps only their shapes and dtypes.
 
     A parameter has memory only until its module registers it, and no time is spent on its initial values.
 

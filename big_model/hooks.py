@@ -253,7 +253,7 @@ class CpuOffload(ModelHook):
     """Keeps an entire model in host memory until it runs, and then on the device until another model runs.
 
     Args:
-        execution_device: device on which the model runs; None means this machine's accelerator.
+        execution_device: device on which the model runs; None means the first accelerator, or else the CPU.
         prev_module_hook: hook of the model to move back to host memory when this model runs.
     """
 

@@ -1,4 +1,4 @@
-"""Builds a device map from the sizes of a model's parts and the memory limits of devices, with reasons."""
+"""Build a device map from the sizes of a model's parts and the devices' memory limits, and give the reasons."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DevicePlan:
 
     @property
     def offloaded(self) -> list[str]:
-        """Names of offloaded parts in the map, which are stored on another device than the one on which they run."""
+        """Names of the map's offloaded parts, which are not stored on the device on which they run."""
         return [name for name, device in self.device_map.items() if is_offloaded(device, self.main_device)]
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class DevicePlan:
             f"{messages.size(self.used[device])}{f' of {messages.size(limit)}' if limit < math.inf else ''} on {device}"
             for device, limit in self.limits.items()
         ]
-        kept = f"; {messages.size(self.reserved)} of {self.main_device} kept free for fetching" if self.reserved else ""
+        kept = f"; {messages.size(self.reserved)} kept free on {self.main_device} for fetching" if self.reserved else ""
         return "\n".join([messages.table([head, *lines]), f"Used: {', '.join(totals)}{kept}."])
 
 
@@ -307,11 +307,11 @@ class _Placer:
                 f"{messages.size(size)}. Pass offload_buffers=True, or a higher limit."
             )
         raise ValueError(
-            f"max_memory={{{self.main!r}: {int(limit)}}} is too small by {messages.size(size - limit)}: "
-            f"fetching {largest.name!r} ({type(largest.module).__name__})"
-            f"{'' if self.main == 'cpu' else ' while the previous part runs'} takes {messages.size(size)}. "
-            f"Give {self.main!r} at least {size} bytes, load in a smaller dtype, or choose smaller blocks in "
-            "no_split_module_classes."
+            f"max_memory={{{self.main!r}: {int(limit)}}} is too small by {messages.size(size - limit)}: fetching "
+            f"{largest.name!r} "
+            f"({type(largest.module).__name__}){'' if self.main == 'cpu' else ' while the previous part runs'} takes "
+            f"{messages.size(size)}. Raise the limit to at least {size} bytes, load in a smaller dtype, or choose "
+            "smaller blocks in no_split_module_classes."
         )
 
     def _fetch_bytes(self, item: _Item) -> int:

@@ -1,4 +1,4 @@
-"""Loads a model's weights from other tools' files: one file, several files with an index, or a folder with these."""
+"""Load a model's weights from other tools' files: one file, several files with an index, or a folder of such files."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def load_checkpoint_and_dispatch(
             weights on their devices and moves weights on the meta device to the CPU.
         max_memory: see :func:`plan_device_map`.
         no_split_module_classes: see :func:`plan_device_map`.
-        offload_folder: folder for weights with device ``"disk"`` whose dtype differs from that in their files. Other
-            weights are read from their files and need no folder.
+        offload_folder: folder for weights on ``"disk"`` that must be converted to another dtype. Other weights are read
+            from their own files and need no folder.
         offload_buffers: whether to offload the buffers of offloaded parts too.
         dtype: dtype for floating-point tensors; None means the model's dtype, or the file's if the model has no values
             yet.
@@ -240,7 +240,7 @@ class _Filler:
 
     @torch.no_grad()
     def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
-        """Load a tensor whose value is mapped from a file by sharding, deferring or copying it, or leave it on disk."""
+        """Set a tensor to a value mapped from a file: shard it, defer it, copy it, or leave it on disk."""
         own = self.tensors[name]
         names = self._names[id(own)]
         self.filled.update(names)
@@ -305,7 +305,7 @@ def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Mo
 
 
 def _report(model: nn.Module, loaded: UnmatchedNames, strict: bool, path: Path) -> None:
-    kinds = ((loaded.missing_keys, "missing from it"), (loaded.unexpected_keys, "unexpected"))
+    kinds = ((loaded.missing_keys, "missing from the checkpoint"), (loaded.unexpected_keys, "unexpected"))
     differences = "; ".join(f"{len(names)} {what} ({_some(names)})" for names, what in kinds if names)
     if not differences:
         return

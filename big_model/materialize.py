@@ -1,4 +1,4 @@
-"""Materializes meta-device layers: allocates and initializes their tensors on a real device, layer by layer."""
+"""Materialize meta-device layers: allocate and initialize their tensors on a real device, layer by layer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Materializer:
     """Materializes meta-device tensors, module by module, children first.
 
     A module's tensors are initialized by its own ``reset_parameters``, and then by ``_init_weights(module)`` of the
-    nearest enclosing module that has this method. Constructors fill their layers in the same order, children first. The
-    random numbers and the initial values are therefore the same as in a process that created the layers with memory,
-    unless a constructor fills (or copies) its children again and none of these methods does the same.
+    nearest enclosing module that has this method. Constructors initialize their layers in the same order, children
+    first. The random numbers and the initial values are therefore the same as in a process that created the layers with
+    memory, unless a constructor initializes (or copies) its children again and none of these methods does the same.
 
     Tensors that already have values, or are in ``noted``, do not change, and no random numbers are drawn for them.
 

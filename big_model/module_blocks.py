@@ -1,4 +1,4 @@
-"""Finds a module's repeated blocks, and walks its modules from the bottom up."""
+"""Find a module's repeated blocks, and walk its modules from the bottom up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes the sizes of a model's parts in bytes, and finds its tied parameters."""
+"""Compute the sizes of a model's parts in bytes, and find its tied parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offloads weights to a folder on disk, and reads them back."""
+"""Offload weights to a folder on disk, and read them back."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """A view of those tensors in a mapping whose names begin with a prefix, which is removed from the names."""
+    """A view of the tensors whose names begin with a prefix; the prefix is removed from the names."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""Fetches offloaded weights to the device where they are used, one part of the model ahead of the computation."""
+"""Fetch offloaded weights to the device that uses them, one part of the model ahead of the computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creates, recognizes, saves and loads bitsandbytes linear layers, whose weights have 8 or 4 bits."""
+"""Create, recognize, save and load bitsandbytes linear layers, whose weights have 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def prepare_quantized(module: nn.Module) -> None:
     """Allow the quantized layers in a module to load any compatible state.
 
     The layers can then load their own states, even after a forward pass, and the weights of plain linear layers, which
-    are quantized. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This
+    they quantize. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This
     rounding is turned off, because training and resumed runs need unchanged weights.
     """
     for layer in quantized_layers(module).values():
@@ -228,7 +228,7 @@ def _set_8bit(layer: Any, data: Tensor, scale: Tensor) -> None:
 
 
 def _load(layer: Any, state: dict[str, Any], prefix: str, *more: Any) -> None:
-    """Load a layer's weight from ``state``, and then put it back there, before torch loads the layer's tensors."""
+    """Load a layer's weight before torch loads the layer's tensors, and replace the weight in ``state`` with it."""
     if f"{prefix}weight" not in state:
         return
     quantized = [name for name in state if name.startswith((f"{prefix}weight.", f"{prefix}SCB"))]

@@ -1,4 +1,4 @@
-"""Loads weights into a sharded model, where each process copies its own shards from the files."""
+"""Load weights into a sharded model; each process copies its own shards from the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the files that contain a model's weights, and maps their tensors into memory."""
+"""Find the files that contain a model's weights, and map their tensors into memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 #: Constants from Linux's <sys/mman.h>; the last one needs Linux 5.14.
 _MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Most bytes that are loaded when one page is read: the largest block that operating systems use for a file's pages.
+#: Maximum number of bytes that are loaded when one page is read: the largest block that operating systems use for a
+#: file's pages.
 _AROUND = 2 * 2**20
 #: Number of bytes to copy before freeing the pages that they came from.
 _CHUNK = 16 * 2**20

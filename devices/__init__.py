@@ -1,1 +1,1 @@
-"""One class for each kind of device (CPU, CUDA and ROCm, MPS, XPU, TPU, others), with all that is specific to it."""
+"""One class for each kind of device (CPU, CUDA and ROCm, MPS, XPU, TPU, others), with everything specific to it."""

@@ -54,7 +54,7 @@ class DeviceKind:
         """Prepare the devices for use, as their first use would."""
 
     def make_current(self, device: torch.device) -> None:
-        """Make ``device`` the current one, to which a ``torch.device`` without an index refers."""
+        """Make ``device`` the current device, which a ``torch.device`` without an index refers to."""
 
     def name_of(self, device: torch.device | int) -> str:
         """Return the model name of a device."""
@@ -92,7 +92,7 @@ class DeviceKind:
         return False
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """Wait until a device (None: the current one) has finished everything that was queued."""
+        """Wait until a device (None: the current one) has finished all queued work."""
 
     def finish_copies(self, device: torch.device) -> None:
         """Wait until the copies that this thread has queued are done."""

@@ -1,4 +1,4 @@
-"""Any device that ``torch.accelerator`` reports, by its own name: NPU, HPU, MTIA, and others that a package adds."""
+"""Any other device that ``torch.accelerator`` reports: NPU, HPU, MTIA, and others that a package adds."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class _Registry(dict[str, type[Accelerator]]):
     """The device kinds by name."""
 
     def __missing__(self, name: str) -> type[Accelerator]:
-        """Return the class for a device kind that torch knows but Paceline does not, such as ``"npu"``."""
+        """Return a class for the device kind that torch reports if it has no class above, such as ``"npu"``."""
         if name != reported():
             raise KeyError(name)
         return _others.setdefault(name, type(f"{name.upper()}Accelerator", (_OtherKind,), {"name": name}))
@@ -94,7 +94,7 @@ class _Registry(dict[str, type[Accelerator]]):
 
 
 class _OtherKind(Accelerator):
-    """A kind of device that torch knows but Paceline does not."""
+    """A device kind without a class above, known only by the name that torch reports."""
 
     def __reduce__(self) -> Any:
         return _other, (self.name,)

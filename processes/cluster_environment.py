@@ -2,8 +2,8 @@
 
 Each launcher uses different names: ``torchrun`` and launchers that imitate it, SLURM's ``srun``, Open MPI, Intel MPI
 and MPICH, LSF's ``jsrun``, and Kubeflow's operator. All of them are read into a :class:`Cluster`, whose
-:meth:`Cluster.export` sets torchrun's variables, so that later code needs to know only these. If only some of a
-launcher's variables are set, an error is raised. Without that error, each process might run as if it were the only one.
+:meth:`Cluster.export` sets torchrun's variables, so that later code reads only those. An error is raised if only some
+of a launcher's variables are set, because otherwise each process might run as if it were the only one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Environment = Mapping[str, str]
 
 #: Range for derived ports: above the well-known ports, below the ports that Linux uses for outgoing connections.
 PORTS = range(12000, 30000)
-#: SLURM steps with this number or a higher one are not started by ``srun`` (the batch script, an interactive shell).
+#: SLURM steps numbered from here on are not started by ``srun`` (the batch script, an interactive shell).
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 #: Torch elastic's run id for processes that Paceline starts, and the variable that names the command that started them.
 RUN_ID = "paceline"
@@ -109,7 +109,7 @@ def requeue() -> None:
 
 
 def is_requeued(environ: Environment | None = None) -> bool:
-    """Return True if SLURM has started this job before. In that case, there may be a checkpoint to resume from."""
+    """Return True if SLURM has started this job before, so there may be a checkpoint to resume from."""
     environ = os.environ if environ is None else environ
     return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
 
@@ -270,7 +270,7 @@ def _lsf(environ: Environment) -> Cluster | None:
 def _mpi(
     environ: Environment, name: str, names: list[str], command: str, job: str, address: str | None = None
 ) -> Cluster:
-    """Return the cluster that MPI variables describe; ``names`` are those for rank, size, local rank and local size."""
+    """Return the cluster described by MPI variables; ``names`` lists them: rank, size, local rank and local size."""
     _need(environ, names, f"Start the script with {command}, which sets them")
     rank, world_size, local_rank, local_world_size = (_number(environ, variable) for variable in names)
     num_nodes = -(-world_size // max(local_world_size, 1))

@@ -1,4 +1,4 @@
-"""Find this machine's NUMA nodes, and bind each process to the cores of its share of these nodes.
+"""Find this machine's NUMA nodes, and bind each process to the cores of its share of the nodes.
 
 A core reads its own NUMA node's memory fastest. A process that may run on any core spreads its memory across the nodes;
 a process that is bound to a node's cores before it allocates memory does not.

@@ -23,7 +23,7 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover | None:
-    """Return a function that moves batches to ``device`` and converts them to ``dtype``; None if none is needed."""
+    """Return a function that moves batches to ``device`` and converts them to ``dtype``; None if neither is needed."""
     device = torch.device(device)
     if device.type == "cpu" and dtype is None:
         return None
@@ -259,9 +259,9 @@ def _unchanged(value: Any) -> Any:
 
 
 def full_value(tensor: Tensor) -> Tensor:
-    """Return a DTensor's full value, for which all its processes must call this, or any other tensor unchanged.
+    """Return the full value of a DTensor, or any other tensor unchanged. All processes of a DTensor must call this.
 
-    Each process holds only its part of a sharded parameter's norm, and ``item()`` returns that part.
+    Without this, ``item()`` on the norm of a sharded parameter would return only this process's part.
     """
     return tensor.full_tensor() if is_in_parts(tensor) else tensor  # type: ignore[operator]
 

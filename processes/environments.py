@@ -12,7 +12,7 @@ from .cluster_environment import LAUNCHERS, Cluster, find_cluster
 class ClusterEnvironment(ABC):
     """Base class for your own launcher's environment, which tells each process its rank and rank 0's address.
 
-    Launchers that Paceline knows are detected automatically and need no such plugin.
+    Launchers that Paceline supports are detected automatically and need no such plugin.
     """
 
     @property
@@ -89,7 +89,7 @@ class ClusterEnvironment(ABC):
 
 
 class _Known(ClusterEnvironment):
-    """The environment of a launcher that Paceline knows."""
+    """The environment of a launcher that Paceline supports."""
 
     names: ClassVar[tuple[str, ...]]
 

@@ -29,7 +29,7 @@ from .thread_stacks import stacks
 NOTICE_SECONDS = 60.0
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
-#: A rank that times out closes its connections first and tells the others then.
+#: How long to wait for a note from a rank that timed out, which closes its connections before it leaves the note.
 _GAVE_UP_SECONDS = 1.0
 _GAVE_UP = "gave up"
 _SILENT = "does not respond (it has exited, or its machine cannot be reached)"
@@ -162,7 +162,7 @@ class Watch:
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
-        """Report that this rank is waiting, unless another rank has already reported that it is."""
+        """Report that this rank is waiting, unless another rank has already reported the wait."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True

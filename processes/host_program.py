@@ -110,7 +110,7 @@ def recognize(facts: HostFacts) -> Host:
 
 
 def find_host() -> Host:
-    """Find the host of this process in its current state."""
+    """Find this process's host; the result is not cached, because the host can change."""
     return recognize(_facts())
 
 
@@ -167,7 +167,7 @@ def start_method_in(
 
 
 def fork_obstacle(devices_kind: str) -> str | None:
-    """Return the reason why a fork of this process could not use the device; None if it could."""
+    """Return why a fork of this process could not use the device; None if it could."""
     from ..devices.kinds import kind_of
 
     if not hasattr(os, "fork"):

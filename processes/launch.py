@@ -63,7 +63,7 @@ def rerun(num_processes: int, num_nodes: int = 1, devices_kind: str = "cpu", num
     With several machines, the user runs the same command on each machine, with the variables that :func:`find_place`
     reads. Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on to the processes, which then have as long as torch elastic
     allows (30 seconds, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. After a second signal, this process
-    stops waiting, and the others exit as if it had been killed (see :func:`register_failure_hook`).
+    stops waiting, and the others exit as if this process had been killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: number of processes on this machine.
@@ -163,7 +163,7 @@ def start(
             job = _Job(folder, start_method, work, stack.enter_context(Relay(num_processes)))
         else:
             _refuse_definitions(work)
-            _save(work, Path(folder) / "work.pt", "The work of the new processes", _PICKLE_FIX)
+            _save(work, Path(folder) / "work.pt", "Everything that the run needs", _PICKLE_FIX)
             job = _Job(folder, start_method)
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
@@ -215,7 +215,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """Return the signal that ended the processes; None if users and schedulers do not send such a signal."""
+    """Return the signal that ended the processes; None unless it is one that users or schedulers send."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
@@ -237,7 +237,7 @@ def threads_of(num_processes: int) -> int:
     return max(1, cores // num_processes)
 
 
-# ---- the place -----------------------------------------------------------------------------------------------------
+# ---- the rendezvous point --------------------------------------------------------------------------------------------
 
 
 def find_place(
@@ -312,7 +312,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything that a new process needs, in one object because torch elastic treats plain strings as templates."""
+    """Everything that a new process needs, as one object, because torch elastic treats plain strings as templates."""
 
     folder: str
     start_method: StartMethod
@@ -358,7 +358,7 @@ def _run(job: _Job) -> None:
 
 
 def _load_work(file: Path) -> _Work:
-    """Load a process's work in that process; this imports the functions and classes that the work uses."""
+    """Load this process's work, which imports the functions and classes that the work uses."""
     try:
         return _load(file, None)
     except (ImportError, AttributeError) as error:
@@ -420,7 +420,7 @@ def _load(file: Path, device: str | None) -> Any:
 
 
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
-    """Pickle a value with ``torch.save``, because with multiprocessing, all processes would share a tensor's memory."""
+    """Pickle a value with ``torch.save``, because multiprocessing would make processes share the tensors' memory."""
     import torch
 
     try:

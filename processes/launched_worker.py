@@ -1,4 +1,4 @@
-"""The first code that runs in a process of ``paceline launch``: bind cores, set up failure reports, run the script.
+"""The first code to run in a process of ``paceline launch``: bind to cores, set up failure reports, run the script.
 
 The script runs as if started with ``python script.py``: as ``__main__``, with its own arguments and path. This module
 does not import torch, so the script starts as quickly as with plain ``python``.

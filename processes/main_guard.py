@@ -39,7 +39,7 @@ def require_main_guard(who: str) -> None:
 
 
 def _in_new_process() -> tuple[str, int, str] | None:
-    """In a process that is importing its parent's program, return the statement that is running; otherwise, None."""
+    """Return the running statement if this process is importing its parent's program; None otherwise."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return None
     main = sys.modules.get("__mp_main__")

@@ -49,7 +49,7 @@ def leave() -> None:
     """Leave the process group. Called when the process exits.
 
     Waits for gloo's worker threads first. Otherwise, the last owner of the group, such as a wrapped model's reducer,
-    would join these threads while it holds the GIL, which a worker may need to release its tensors.
+    would join these threads while holding the GIL, which a worker may need to release its tensors.
     """
     global _room
     if _room is not None:
@@ -61,7 +61,7 @@ def leave() -> None:
 
 
 def is_shared() -> bool:
-    """Return True if this process is in a process group that :func:`join` did not create for it alone."""
+    """Return True if this process is in a process group other than the one that :func:`join` creates for it alone."""
     return dist.is_initialized() and dist.group.WORLD is not _alone
 
 
@@ -90,7 +90,7 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """Return the gloo group that has this timeout, and the process group's hang watch.
+    """Return the gloo group with this timeout, and the process group's hang watch.
 
     Every rank creates both in its first run.
     """
@@ -106,7 +106,7 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
 
 
 def _end_threads(watch: Watch) -> None:
-    """Stop the threads before the process exits, because torch threads that need Python later would abort it."""
+    """Stop the threads before Python exits, because a torch thread that needs Python later would abort the process."""
     watch.close()
     wait_for_gloo()
 

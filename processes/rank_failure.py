@@ -88,7 +88,7 @@ def write_failure(error: BaseException, file: Path) -> None:
 
 
 def note_crash(file: Path) -> None:
-    """Make a crash in native code, which raises no Python exception, write all threads' stack traces to ``file``.
+    """Write all threads' stack traces to ``file`` if native code crashes, which raises no Python exception.
 
     This does not cover forks of this process, or programs that enable faulthandler themselves.
     """
@@ -239,7 +239,7 @@ class Failure:
             return f"{who} failed (exit status {self.status}) without an exception. Its output is above."
         killed = f"{who} was killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
         if self.text:
-            return f"{killed}, because native code crashed. It was called here:\n{self.text.rstrip()}"
+            return f"{killed}, because native code crashed. Stack traces at the crash:\n{self.text.rstrip()}"
         return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:

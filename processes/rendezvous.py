@@ -1,4 +1,4 @@
-"""Torch elastic's static rendezvous, at which several machines meet at a fixed address; here, machine 0 leaves last."""
+"""Torch elastic's static rendezvous, where machines meet at a fixed address; in this version, machine 0 leaves last."""
 
 from __future__ import annotations
 

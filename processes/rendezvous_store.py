@@ -1,4 +1,4 @@
-"""The store through which the processes of one launch attempt find each other, without data of an earlier attempt.
+"""The store through which the processes of one launch attempt find each other, free of an earlier attempt's data.
 
 When torchrun restarts the processes after a failure, its agent keeps the store, including the addresses that the dead
 processes wrote. A rank that starts early would read these addresses and try to connect to a dead process. No variable
@@ -73,6 +73,6 @@ def _invite(meeting: Any, cluster: Cluster, timeout: timedelta) -> str:
 def _late(cluster: Cluster, who: str, timeout: timedelta) -> RuntimeError:
     return RuntimeError(
         f"Rank {cluster.rank} of {cluster.world_size} waited {timeout.total_seconds():.0f} s at "
-        f"{cluster.address}:{cluster.port} for {who} to start. Check the output of the machines where these ranks "
-        "have not started. If they need that long to start, increase the strategy's timeout=timedelta(...)."
+        f"{cluster.address}:{cluster.port} for {who} to start. Check the output of the machines that run {who}. If "
+        "starting takes that long, increase the strategy's timeout=timedelta(...)."
     )

@@ -91,7 +91,7 @@ def _valid_seed(seed: Any, said: str) -> int:
 def random_states() -> dict[str, Any]:
     """Return the state of every random number generator in use, as plain data and tensors.
 
-    ``torch`` is a tensor of shape (n,), uint8, on the CPU. Each kind of device in use has an entry under its name: the
+    The entry ``torch`` is a uint8 CPU tensor of shape (n,). Each kind of device in use has an entry under its name: the
     entry ``mps`` is one such tensor, and any other entry has one tensor per device. Reading the states may wait for the
     devices.
     """
@@ -163,7 +163,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def warn_of_other_device(saved: str | None, present: str) -> None:
-    """Warn that a resumed run draws different random numbers, if its kind of device differs from the saved run's.
+    """Warn that a resumed run draws different random numbers if its kind of device differs from the saved run's.
 
     Args:
         saved: the kind of the saved run's device; None if the checkpoint does not record it.
@@ -198,8 +198,8 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 class PrivateRandomness:
     """Private RNG states (Python, numpy, torch on the CPU), active inside ``with``.
 
-    The context can be entered several times, and each time, the states continue where they left off. Numbers drawn
-    inside it depend only on the seed and on earlier draws inside it; the states outside do not change.
+    The context can be entered repeatedly; the states then continue from where they left off. Numbers drawn inside it
+    depend only on the seed and on earlier draws inside it; the states outside do not change.
     """
 
     def __init__(self, seed: int) -> None:

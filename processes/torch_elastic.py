@@ -33,7 +33,7 @@ class RendezvousPoint:
 
     Args:
         port: 0 picks a free port, which works only on a single machine.
-        names: what the user calls the address, the port and the node rank, for error messages.
+        names: the user's names for the address, the port and the node rank, for error messages.
     """
 
     num_nodes: int = 1
@@ -55,8 +55,8 @@ class ElasticOptions:
         tee: the streams to show and also write to ``log_dir``: ``"1"`` for standard output, ``"2"`` for standard error,
             ``"3"`` for both, ``"0"`` for none, or a value per local rank, such as ``"0:1,1:2"``.
         role: name of the processes in the lines that ``tee`` shows.
-        rdzv_backend: the rendezvous method of several machines: ``"static"``, or ``"c10d"``, with which a run can
-            restart on different machines.
+        rdzv_backend: the rendezvous method of several machines: ``"static"``, or ``"c10d"``, which lets a run restart
+            on different machines.
         rdzv_conf: settings of the rendezvous.
         quiet: whether to hide torch elastic's own log.
         serving: function that is called with the rendezvous port of a single machine.

@@ -193,8 +193,8 @@ def _of_type(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key == "compute_environment" or word not in _TYPES:
         known = messages.names(_TYPES) if key == "distributed_type" else "'LOCAL_MACHINE'"
         raise ValueError(
-            f"{file.path} has {key}: {value}, which is not supported. Paceline runs on your own machines, on CPUs, "
-            f"CUDA GPUs and Apple's MPS. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
+            f"{file.path} has {key}: {value}, which Paceline does not support. Choose {known}, or set "
+            f"{CONFIG_VARIABLE}=none to read no file."
         )
     return _TYPES[word]
 

@@ -18,7 +18,8 @@ class Setting:
 
     Attributes:
         name: the setting's name in code, as a flag and in a file.
-        parse: returns the parsed value, or raises a ValueError whose text completes a sentence about the value.
+        parse: function that returns the parsed value, or raises a ValueError whose text completes a sentence about the
+            value.
         default: its value if it is not set; None if there is no default, or if the default is determined where it is
             used.
         help: a one-line description.

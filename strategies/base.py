@@ -111,7 +111,7 @@ class Strategy(Placement, Communication, State):
         return None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called if an exception ends a run, after the hooks of this name and before :meth:`teardown`."""
+        """Called if an exception ends a run, after the hooks with this name and before :meth:`teardown`."""
 
     def teardown(self) -> None:
         """Release the strategy's resources. Called once per run, even after an error."""
@@ -127,7 +127,7 @@ class Strategy(Placement, Communication, State):
     # ---- communication of gradients ----------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Set whether the next backward pass communicates gradients; only a window's last backward pass must do so."""
+        """Set whether the next backward pass communicates gradients; only a window's last pass needs to."""
 
     def sync_next_backward(self) -> None:
         """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""
@@ -144,7 +144,7 @@ class Strategy(Placement, Communication, State):
         return False
 
     def left_gradients_by_hand(self) -> bool:
-        """Return True if manual optimization has made gradients that no backward pass has communicated but should have.
+        """Return True if gradients of manual optimization should have been communicated but were not.
 
         Such gradients come from ``loss.backward()`` or ``torch.autograd.grad`` instead of ``manual_backward``. Called
         before each optimizer step of manual optimization.
@@ -152,10 +152,10 @@ class Strategy(Placement, Communication, State):
         return False
 
     def check_parameters(self, module: nn.Module) -> None:
-        """Check that training still reaches every parameter. Called when a training epoch or pass begins."""
+        """Check that training still reaches every parameter. Called when an epoch or a pass over a loader begins."""
 
     def check_replicas(self, module: nn.Module) -> None:
-        """Warn of weights that differ between the ranks but should not. All ranks must call this."""
+        """Warn about weights that differ between the ranks but should not. All ranks must call this."""
 
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
         """Context manager that keeps gradients local to each process, regardless of :meth:`sync_gradients`."""

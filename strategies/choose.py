@@ -197,7 +197,7 @@ def strategy_in(settings: Settings) -> Strategy | str:
 
 
 def named(name: str, precision: Precision | None = None, **options: Any) -> DistributedStrategy:
-    """Return the strategy of this name in :data:`SEVERAL`, without a device; ``options`` override its defaults."""
+    """Return the strategy with this name in :data:`SEVERAL`, without a device; ``options`` override its defaults."""
     file, kind, arguments = SEVERAL[name]
     return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **{**arguments, **options})
 
@@ -380,8 +380,8 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
 def _fitting(strategy: Strategy) -> Strategy:
     """Return the strategy, or raise if it cannot use its precision.
 
-    That is the case if the strategy shards a model whose weights the precision quantizes, or if it would never call a
-    method that the precision overrides.
+    A strategy cannot shard weights that the precision quantizes, and must call every method that the precision
+    overrides.
     """
     precision = strategy.precision
     if precision.quantizes and not strategy.holds_whole_module:

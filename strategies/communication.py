@@ -19,7 +19,7 @@ ReduceOp = Literal["mean", "sum", "min", "max"]
 
 
 class UnlikeTensorsError(ValueError):
-    """Raised if processes pass tensors of different shapes or dtypes to a collective; ``found`` lists these by rank."""
+    """Raised if processes pass tensors of different shapes or dtypes to a collective; ``found`` lists them by rank."""
 
     def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class UnlikeTensorsError(ValueError):
 
 
 class Communication:
-    """The processes of a run: how they start, what rank this one has, what they exchange, and how they stop together.
+    """The processes of a run: how they start, their ranks, what they exchange, and how they stop together.
 
     By default there is one process, so collectives return their input. To run several processes, derive from
     ``DistributedStrategy``, which overrides all of these methods. If some processes see the same data, also override
@@ -107,7 +107,7 @@ class Communication:
 
     @property
     def parts_group(self) -> Any:
-        """Like :attr:`data_group`, but if sequences are split, with one process for each part of each data share."""
+        """Like :attr:`data_group`, but with one process for each part of each data share if sequences are split."""
         return self.data_group
 
     @property

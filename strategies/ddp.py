@@ -150,7 +150,7 @@ class DDPStrategy(DistributedStrategy):
         if self._manual and self.ddp_options.get("static_graph"):
             raise ValueError(
                 f"DDPStrategy(static_graph=True) does not work with manual optimization, which {type(module).__name__} "
-                "uses, because torch records the graph in a backward pass that follows training_step. It would not "
+                "uses, because torch records the graph in a backward pass that follows training_step, and would not "
                 "average the gradients of backward passes in training_step. Leave static_graph out."
             )
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
@@ -176,7 +176,7 @@ class DDPStrategy(DistributedStrategy):
             **self.ddp_options,
         )
         if self.talks and self.ddp_options.get("init_sync", True):
-            same_tensors(statistics_of(module), self.data_group)  # DistributedDataParallel only knows parameters
+            same_tensors(statistics_of(module), self.data_group)  # DistributedDataParallel does not broadcast these
         if self.hook[0] is not None:
             self._wrapped.register_comm_hook(*_state_and_hook(*self.hook))
         return self._wrapped
@@ -293,7 +293,7 @@ class DDPStrategy(DistributedStrategy):
         return not announced
 
     def _tell_replaced(self, names: list[str]) -> str:
-        """Return a sentence about those of the named parameters that are not in the module any more."""
+        """Return a sentence about the named parameters that are no longer in the module."""
         wrapped: Any = self._wrapped
         left = set(map(id, wrapped.module.module.parameters()))
         of = dict(zip(self._kinds, self._reduced, strict=True))
@@ -320,8 +320,8 @@ class DDPStrategy(DistributedStrategy):
         """Watch parameters that were added after wrapping.
 
         Raises:
-            RuntimeError: a parameter has another dtype, device or shape than when it was wrapped, so torch does not
-                notice its gradients any more.
+            RuntimeError: the dtype, device or shape of a parameter has changed since it was wrapped, so torch no longer
+                notices its gradients.
         """
         if self.talks:
             for (name, before), parameter in zip(self._kinds.items(), self._reduced, strict=True):
@@ -329,7 +329,7 @@ class DDPStrategy(DistributedStrategy):
                     old, new = next((a, b) for a, b in zip(before, now, strict=True) if a != b)
                     raise RuntimeError(
                         f"{type(module).__name__}.{name} was converted from {old} to {new} after "
-                        "DistributedDataParallel had wrapped the model, which would no longer average its gradients. "
+                        "DistributedDataParallel had wrapped the model, so its gradients would no longer be averaged. "
                         "Convert it before training: in __init__ or configure_model (in your own loop, before "
                         "prepare), or with precision='64-true' or 'bf16-true'."
                     )
@@ -341,11 +341,11 @@ class DDPStrategy(DistributedStrategy):
 
     @torch.no_grad()
     def check_replicas(self, module: nn.Module) -> None:
-        """Warn of weights that a rank has changed by itself, because averaged gradients never make them equal again.
+        """Warn about weights that only some ranks have changed; averaging gradients never makes them equal again.
 
         Waits for the device. Sums are compared with a tolerance, because devices of different models round differently.
         """
-        if not self._reduced or not self.talks or self._local or callable(self.hook[0]):  # these may keep ranks apart
+        if not self._reduced or not self.talks or self._local or callable(self.hook[0]):  # hooks may let ranks differ
             return
         values = [torch.view_as_real(p) if p.is_complex() else p for p in map(local_part, self._reduced)]
         dtypes = [torch.float64 if value.dtype == torch.float64 else torch.float32 for value in values]
@@ -360,8 +360,8 @@ class DDPStrategy(DistributedStrategy):
         if odd:
             messages.warn_once(
                 f"{type(module).__name__}: {', '.join(odd[:5])}{' ...' if odd[5:] else ''} "
-                f"{'differ' if odd[1:] else 'differs'} between the ranks, although ddp averages the gradients, so "
-                "the ranks train different models. Most often, a hook has set random weights: seed it alike on every "
+                f"{'differ' if odd[1:] else 'differs'} between the ranks, although ddp averages the gradients, so the "
+                "ranks train different models. Usually, a hook has set random weights. Seed it the same way on every "
                 "rank, or copy rank 0's values (torch.distributed.broadcast).",
                 key="differing replicas",
             )
@@ -379,16 +379,16 @@ class DDPStrategy(DistributedStrategy):
         return wrapped.module.armed
 
     def _reduce_late_gradients(self) -> None:
-        """Average the gradients that DistributedDataParallel does not know, after it has averaged the others."""
+        """Average the gradients that DistributedDataParallel does not track, after it has averaged the others."""
         if not self._has_late_gradients:
             return
         self._has_late_gradients = False
         self._disarm()
         messages.info_once(
             "Some of the model's parameters were unfrozen or added after training began. DistributedDataParallel does "
-            "not know them, so their gradients are averaged after each backward pass, which takes longer than during "
-            "the pass. To save that time, let them require gradients when training begins, and add them to the "
-            "optimizer later."
+            "not track them, so their gradients are averaged after each backward pass, which takes longer than "
+            "averaging them during the pass. To save that time, let them require gradients when training begins, and "
+            "add them to the optimizer later."
         )
         average_gradients(self._late.trainable(), [None])
 
@@ -466,7 +466,7 @@ class _Step(nn.Module):
     Attributes:
         communicates: whether the backward pass of the next forward pass communicates gradients.
         announced: whether torch expects a backward pass and will reduce its gradients.
-        armed: the same, until the gradients of late parameters were averaged or the optimizer has stepped.
+        armed: the same, but only until the gradients of late parameters are averaged or the optimizer steps.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -481,7 +481,7 @@ class _Step(nn.Module):
 
 
 def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
-    """Return what may not change in a parameter whose gradients torch reduces."""
+    """Return the properties that must not change in a parameter whose gradients torch reduces."""
     return parameter.dtype, parameter.device, parameter.shape
 
 

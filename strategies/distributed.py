@@ -104,10 +104,10 @@ class DistributedStrategy(Strategy):
         process_group_backend: the process group's backend; if None, gloo for CPU tensors and NCCL for CUDA tensors.
         init_method: the rendezvous URL, as for ``init_process_group``; the launcher's address if None.
         timeout: how long a collective waits for the other processes.
-        start_method: how the ranks start if there is no launcher: ``"popen"`` runs the command again;
-            ``"spawn"``, ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"`` chooses
-            ``"popen"`` in a script; elsewhere (pytest, notebooks), it chooses ``"fork"``, or ``"spawn"`` if this
-            process cannot be forked and a new process can import the code.
+        start_method: how the ranks start if there is no launcher: ``"popen"`` runs the command again; ``"spawn"``,
+            ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"`` chooses ``"popen"`` in a
+            script; elsewhere (pytest, notebooks), it chooses ``"fork"``, or ``"spawn"`` if this process cannot be
+            forked and a new process can import the code.
         numa: bind each process to the cores of its GPU's NUMA node.
     """
 
@@ -240,7 +240,7 @@ class DistributedStrategy(Strategy):
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Start the processes. Depending on the start method, each reruns the command or calls ``function``."""
-        leave_alone()  # of an earlier run on one process
+        leave_alone()  # the group of an earlier run in one process
         kind, count, environment = self.device.type, len(self.devices), self._environment
         if environment is not None and environment.local_rank() != 0:
             raise RuntimeError(
@@ -431,7 +431,7 @@ class DistributedStrategy(Strategy):
             )
 
     def before_evaluation(self, module: nn.Module) -> None:
-        """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only these."""
+        """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only rank 0's."""
         if self.talks:
             ignored = ignored_by_ddp(module)
             same_tensors((b for name, b in module.named_buffers() if name not in ignored), self.data_group)
@@ -500,8 +500,8 @@ def average_gradients(parameters: Iterable[Tensor], groups: Sequence[Any]) -> No
 
     Args:
         parameters: the parameters, which must be the same on every process.
-        groups: process groups to average across one after the other: a mesh has one per dimension. None is all
-            processes.
+        groups: process groups to average across, one after another; a mesh has one group per dimension. An entry that
+            is None means all processes.
     """
     count = math.prod(map(dist.get_world_size, groups))
     kinds: dict[Any, list[Tensor]] = {}

@@ -37,7 +37,7 @@ class ItemWindow:
         return weighed(loss, items, self.unit)
 
     def finish(self) -> Tensor:
-        """Return the factor, shape (), that makes the window's gradients those of the mean over all ranks' items.
+        """Return the factor, shape (), that turns the window's gradients into those of the mean over all ranks' items.
 
         Every rank must call this. Afterwards, the window is empty.
         """
@@ -62,7 +62,7 @@ class ItemWindow:
     def _unit_of(self, items: Any) -> float:
         """Return a power of two close to the first batch's number of items.
 
-        Dividing by it keeps weighted losses within fp16's range without rounding them.
+        Dividing weighted losses by this power of two keeps them within fp16's range and does not round them.
         """
         first = float(items)
         if not 0 <= first < math.inf:

@@ -54,7 +54,7 @@ class LateParameters:
         return parameter in self._watched
 
     def trainable(self) -> list[nn.Parameter]:
-        """Return the watched parameters that are not frozen any more, in the order in which they were watched."""
+        """Return the watched parameters that are no longer frozen, in the order in which they were watched."""
         return [parameter for parameter in self._watched if parameter.requires_grad]
 
 

@@ -129,8 +129,8 @@ def options_in(settings: Settings) -> Options:
         for dim in ("cp", "sp"):
             if sizes[dim] > 1:
                 raise ValueError(
-                    f"The setting parallelism_config_{dim}_size={sizes[dim]} splits sequences, but the Trainer does "
-                    "not know the sequence dimensions of a batch. Use "
+                    f"The setting parallelism_config_{dim}_size={sizes[dim]} splits sequences, but the Trainer cannot "
+                    "tell which dimensions of a batch are sequences. Use "
                     f"Trainer(strategy=ModelParallelStrategy(context_parallel={sizes[dim]}, "
                     "context_parallel_dims=...)), or leave the setting out."
                 )

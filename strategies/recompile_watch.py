@@ -41,7 +41,7 @@ class CompileWatch(logging.Handler):
         self._begun = perf_counter()
 
     def end(self, *_: Any) -> None:
-        """Called when a compilation ends. Reports the first slow compilation, which might seem to be a slow step."""
+        """Called when a compilation ends. Reports the first slow compilation, which may look like a slow step."""
         took = perf_counter() - self._begun
         self.seconds += took
         self.compilations += 1

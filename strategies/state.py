@@ -21,11 +21,11 @@ class State:
     """Collects the full, unsharded state of modules and optimizers, and loads it back.
 
     By default each process holds the full module and optimizers. A subclass that shards them overrides the methods in
-    pairs: ``model_state`` and ``load_model_state``, and the same pairs for optimizers and gradients. If its processes
-    can write their own shards, it also overrides ``states_in_parts`` and ``room_for``.
+    pairs: ``model_state`` and ``load_model_state``, and the corresponding methods for optimizers and gradients. If its
+    processes can write their own shards, it also overrides ``states_in_parts`` and ``room_for``.
     """
 
-    #: Whether all weights and optimizer states can be set back to what they were before a trial, as the Tuner does.
+    #: Whether all weights and optimizer states can be restored after a trial, as the Tuner requires.
     restores_after_trials: ClassVar[bool] = True
     #: Both come from :class:`.placement.Placement`: the device for loaded tensors, and the deferred weights.
     device: torch.device

@@ -41,7 +41,7 @@ class TorchSyncBatchNorm(LayerSync):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model with its original batch norms, which have the synchronized ones' weights and statistics."""
+        """Return the model with its original batch norms, which share the synchronized ones' weights and statistics."""
         for name, layer in self._replaced.items():
             model.set_submodule(name, layer)
         return model

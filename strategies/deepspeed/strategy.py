@@ -36,7 +36,7 @@ T = TypeVar("T")
 #: Optimizers that combine several elements, or create their state before ZeRO partitions the parameters.
 WHOLE_PARAMETERS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-#: The attributes with the state of DeepSpeed's loss scaler.
+#: Attributes that hold the state of DeepSpeed's loss scaler.
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -44,8 +44,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) through the DeepSpeed package.
 
     Stage 1 shards the optimizer's state across processes, stage 2 also shards the gradients, and stage 3 also shards
-    the weights. There can only be one optimizer. It updates flat float32 slices of the weights, so it must treat each
-    element independently (as SGD, Adam and AdamW do). After backward, the gradients are in slices of the same layout,
+    the weights. Only one optimizer is supported. It updates flat float32 slices of the weights, so it must treat each
+    element independently (as SGD, Adam and AdamW do). After backward, the gradients are in slices with the same layout,
     not in ``parameter.grad``. To read a gradient, use ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter
     that the loss does not depend on has a zero gradient, so weight decay still shrinks it.
 
@@ -211,8 +211,8 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _refuse_late_gradient(self, parameter: nn.Parameter) -> None:
         raise RuntimeError(
-            f"{self._name_of(parameter)} was unfrozen after training began, but DeepSpeed's optimizer "
-            "has only the parameters that were trainable then. Unfreeze it before training, or use strategy='fsdp' or "
+            f"{self._name_of(parameter)} was unfrozen after training began, but DeepSpeed's optimizer contains only "
+            "parameters that were trainable at that time. Unfreeze it before training, or use strategy='fsdp' or "
             "'ddp'."
         )
 
@@ -286,7 +286,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     @property
     def _loss_scale(self) -> float:
-        """Return the factor by which DeepSpeed's own fp16 mode scales the gradients."""
+        """The factor by which DeepSpeed's own fp16 mode scales the gradients."""
         return self._engine.optimizer.loss_scale
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
@@ -347,9 +347,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         return stepped
 
     def _keep_changes(self) -> None:
-        """Keep what the user's code has changed in the weights since the last step.
+        """Keep changes that the user's code has made to the weights since the last step.
 
-        With offload, which would have to copy all weights to the host, changes through ``.data`` are not noticed.
+        With offload, changes through ``.data`` are not noticed, because finding them would require copying all weights
+        to the host.
 
         Raises:
             RuntimeError: a weight of stage 3 was changed while DeepSpeed held it elsewhere, or a weight was frozen.
@@ -473,7 +474,7 @@ class _Root(nn.Module):
         return through_engine
 
     def bind_evaluation(self, step: Callable[..., T]) -> Callable[..., T]:
-        """Return a function that runs an evaluation step as the engine's forward and hides the result from it."""
+        """Return a function that runs an evaluation step as the engine's forward, without returning its result."""
 
         def through_root(*args: Any, **kwargs: Any) -> T:
             results: list[T] = []
@@ -502,7 +503,6 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
     for name in WHOLE_PARAMETERS:
         if name in kinds:
             raise ValueError(
-                f"{name} needs full parameters, but DeepSpeed splits them into flat slices, so its results would be "
-                "wrong. Use an optimizer that updates each element independently (SGD, AdamW, ...), or "
-                "strategy='ddp'."
+                f"{name} needs full parameters, but DeepSpeed splits them into flat slices, so the results would be "
+                "wrong. Use an optimizer that updates each element independently (SGD, AdamW, ...), or strategy='ddp'."
             )

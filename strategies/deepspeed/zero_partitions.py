@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...torch_private import IncompatibleKeys, change_count, load_own_tensors, saved_versions
 
-#: Number of weights that are compared at a time, to limit the memory for it.
+#: Number of weights that are compared at a time, to limit memory use.
 _CHUNK = 2**22
 
 
@@ -102,9 +102,9 @@ def offloads(zero: Any) -> bool:
 
 
 def change_counts(zero: Any) -> dict[nn.Parameter, tuple[int | None, int | None]]:
-    """Return, for each trained parameter, how often its values were changed, and how often this rank's shard was.
+    """Return two change counts for each trained parameter: one for its values and one for this rank's shard.
 
-    The second number is the first one where each rank holds the whole parameter. DeepSpeed's own steps do not count.
+    Both are the same if each rank holds the whole parameter. DeepSpeed's own steps do not count.
     """
     groups = zero.fp16_groups if splits(zero) else zero.bit16_groups
     trained = [parameter for group in groups for parameter in group]
@@ -113,7 +113,7 @@ def change_counts(zero: Any) -> dict[nn.Parameter, tuple[int | None, int | None]
 
 @torch.no_grad()
 def keep_changes(zero: Any) -> None:
-    """Copy changed weights to the separate float32 weights that DeepSpeed trains, so that the next step starts there.
+    """Copy changed weights to the separate float32 weights that DeepSpeed trains, so that the next step uses them.
 
     A float32 weight whose rounded value is still the 16-bit weight keeps all its digits.
     """
@@ -218,7 +218,7 @@ def master_weights(
 def load_master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
-    """Load the result of :func:`master_weights`. The 16-bit weights that are derived from it are saved separately."""
+    """Load the result of :func:`master_weights`. The 16-bit weights derived from it are saved separately."""
     for index, parameter in parameters.items():
         if id(parameter) in found and index in weights:
             piece = found[id(parameter)]

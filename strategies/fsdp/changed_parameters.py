@@ -1,4 +1,4 @@
-"""Parameters whose values the user's code sets while FSDP keeps the real values elsewhere."""
+"""Keep or reject changes that the user's code makes to parameters while FSDP holds the real values elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...torch_private import change_count, gathered_parameter, local_part, placement_of, storage_id
 
-#: Number of steps after which values that ``.data`` changes are no longer looked for, because comparing takes time.
+#: Number of steps in which changes through ``.data`` are looked for; later steps skip this, because it takes time.
 STEPS = 4
 
 
@@ -20,7 +20,7 @@ class ChangedParameters:
 
     Args:
         sharded: entries of ``fsdp_parameters``.
-        names: the name of each.
+        names: the name of each entry's parameter.
     """
 
     def __init__(self, sharded: Sequence[Any], names: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ class ChangedParameters:
         self._shards = [self._identity(one) for one in sharded]
 
     def keep(self) -> None:
-        """Copy what a step has changed in gathered parameters to their shards.
+        """Write values that a step has changed in gathered parameters back to their shards.
 
         Raises:
             RuntimeError: the change cannot be kept.
@@ -43,8 +43,8 @@ class ChangedParameters:
             self._counts[index] = count or 0
             if not is_gathered or not _is_like_shard(full, one):
                 raise RuntimeError(
-                    f"{self.names[index]} was changed in place during a step, but FSDP has only lent its values for "
-                    "that long, so the change would be lost. Change it in a hook such as on_train_batch_end instead."
+                    f"{self.names[index]} was changed in place during a step, but FSDP discards these values after "
+                    "use, so the change would be lost. Change it in a hook such as on_train_batch_end instead."
                 )
             with torch.no_grad():
                 mine, own = self._mine(one, full)
@@ -54,7 +54,7 @@ class ChangedParameters:
         """Raise if ``parameter.data = ...`` has set values that torch does not read.
 
         Raises:
-            RuntimeError: torch uses the values from before.
+            RuntimeError: torch still uses the earlier values.
         """
         for index, one in enumerate(self.sharded):
             now, before = self._identity(one), self._shards[index]

@@ -209,7 +209,7 @@ class FSDPStrategy(DistributedStrategy):
         return {"dp_replicate": replicate, "dp_shard": shard}.get(axis, 0)
 
     def sharding_mesh(self) -> DeviceMesh:
-        """Return the mesh of the processes across which parameters are sharded, creating it at the first call."""
+        """Return the mesh of the processes across which parameters are sharded, creating it on the first call."""
         if self.device_mesh is None:
             shape = self._mesh_shape()
             self.device_mesh = init_device_mesh(
@@ -354,7 +354,7 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _ignored_parameters(self) -> set[nn.Parameter]:
-        """Return those current parameters of the sharded module that are not sharded."""
+        """Return the module's current parameters that are not sharded."""
         return {parameter for module in self._ignored for parameter in module.parameters()}
 
     def _give_rank_zeros_values(self, part: nn.Module, later: Collection[Tensor] = ()) -> None:
@@ -430,13 +430,13 @@ class FSDPStrategy(DistributedStrategy):
 
     @property
     def _has_plain_parameters(self) -> bool:
-        """Whether an optimizer may hold both sharded and plain parameters, which torch does not combine."""
+        """Whether an optimizer may hold both sharded and plain parameters, which torch cannot combine."""
         return bool(self._ignored)
 
     def _unscale_parts(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts as one on all ranks."""
+        """Unscale sharded gradients as torch's scaler does; an overflow on one rank counts on all ranks."""
         parameters = parameters_of(optimizer)
         sharded_tensors.settle(parameters)
         devices: dict[torch.device, list[Tensor]] = {}
@@ -451,7 +451,7 @@ class FSDPStrategy(DistributedStrategy):
         return {found.device: found}
 
     def _group_of_overflow(self) -> Any:
-        """Return the group of the processes that agree on overflows; None means all processes."""
+        """Return the group of processes that must agree on overflows; None means all processes."""
         return None
 
     def explain(self, error: BaseException) -> BaseException | None:
@@ -505,8 +505,8 @@ class FSDPStrategy(DistributedStrategy):
         if added and self.world_size > 1:
             raise RuntimeError(
                 f"{min(added)} was added to {type(module).__name__} after FSDP had sharded it, so its gradients would "
-                "differ between processes. Add it in __init__ or configure_model, frozen if it is to train only later, "
-                "or use strategy='ddp'."
+                "differ between processes. Add it in __init__ or configure_model (frozen, if it should train only "
+                "later), or use strategy='ddp'."
             )
 
     def left_gradients_by_hand(self) -> bool:
@@ -530,7 +530,7 @@ class FSDPStrategy(DistributedStrategy):
         if backward_hooks(loss) is None:  # torch did not find the loss in the step's output
             expect_backward(fsdp_state(self._holder))(loss)
         if self._inside:
-            self._holder.keep_changes()  # the backward pass frees what is gathered
+            self._holder.keep_changes()  # the backward pass frees gathered parameters
         super().backward(loss, how)
         if self._inside:
             self._holder.unshard()  # the step continues
@@ -550,7 +550,7 @@ class FSDPStrategy(DistributedStrategy):
     def requires_grad_changed(self) -> None:
         """Gather the root's changed parameters again if a step with manual optimization is still running."""
         if self._inside:
-            self._holder.changes.keep()  # of values only: here, the shards say what is frozen
+            self._holder.changes.keep()  # values only: at this point, the shards define what is frozen
             self._holder.reshard()
             self._holder.unshard()
 
@@ -633,7 +633,7 @@ class FSDPStrategy(DistributedStrategy):
 
 
 def _owned_parameters(module: nn.Module, trainable: bool = False) -> set[tuple[nn.Module, str]]:
-    """Return the owner and the name of each (trainable) parameter, which stay the same when it is sharded."""
+    """Return the owner and the name of each (trainable) parameter; sharding changes neither of them."""
     owned = ((owner, name, one) for owner in module.modules() for name, one in owner.named_parameters(recurse=False))
     return {(owner, name) for owner, name, parameter in owned if parameter.requires_grad or not trainable}
 
@@ -659,7 +659,7 @@ class _Holder(nn.Module):
     def unshard(self) -> None: ...
 
     def keep_changes(self) -> None:
-        """Keep what a step has changed in gathered parameters: their values, and whether they are frozen."""
+        """Keep changes that a step has made to the values and ``requires_grad`` of gathered parameters."""
         keep_requires_grad(self.gathered)
         self.changes.keep()
 

@@ -168,7 +168,7 @@ def check_layers(module: nn.Module) -> None:
         if isinstance(attention, str) and attention != "sdpa":
             raise NotImplementedError(
                 f"{name or type(part).__name__} has attn_implementation={attention!r}, which would attend only to the "
-                "part of a sequence that is on one process. Load the model with attn_implementation='sdpa'."
+                "part of a sequence on one process. Load the model with attn_implementation='sdpa'."
             )
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         if isinstance(part, nn.RNNBase):
@@ -180,9 +180,9 @@ def check_layers(module: nn.Module) -> None:
             found = f"sliding_window={window}" if slides else ""
         if found:
             raise NotImplementedError(
-                f"{name or type(part).__name__} has layers ({found}) that need more of a sequence than the part that "
-                "is on one process. Context parallelism (context_parallel, cp_size) supports full attention only. "
-                "Use another model, or do not split its sequences."
+                f"{name or type(part).__name__} has layers ({found}) that need more of a sequence than the part on one "
+                "process. Context parallelism (context_parallel, cp_size) supports full attention only. Use another "
+                "model, or do not split its sequences."
             )
 
 
@@ -262,7 +262,7 @@ class _Attention(TorchFunctionMode):
         length = query.shape[-2]
         if is_causal and key.shape[-2] != length:
             raise ValueError(
-                f"With context_parallel, the queries and keys of a causal attention must come from the same part of a "
+                "With context_parallel, the queries and keys of causal attention must come from the same part of a "
                 f"sequence, but there are {length} queries and {key.shape[-2]} keys. Split both tensors."
             )
         seen = (self.mesh.get_local_rank() + 1) * length if is_causal else None

@@ -18,8 +18,8 @@ _SAID = "ParallelismConfig(sp_size=...)"
 class SplitBatches(SplitSequences):
     """Cuts batches in the loader, and makes attention cover all parts of a sequence in forward passes on one part.
 
-    Dimension 1 of every tensor of a batch is the sequence. ``shift_labels``, the next token at each position, replaces
-    ``labels``, because the token that follows a part's last token is in the next part.
+    Dimension 1 of every tensor of a batch is the sequence dimension. ``shift_labels``, the next token at each position,
+    replaces ``labels``, because the token that follows a part's last token is in the next part.
     """
 
     def bind(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
 
     Args:
         batch: tensors in tuples, lists, mappings or dataclasses.
-        count: number of micro-batches, at most one per sample. If the samples cannot be distributed evenly,
-            each of the first micro-batches gets one more sample than the others.
+        count: number of micro-batches, at most one per sample. If the samples cannot be distributed evenly, each of the
+            first micro-batches gets one more sample than the others.
 
     Returns:
         The micro-batches, and the number of samples in each of them.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..distributed import DistributedStrategy
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-#: Number of plans to keep; a plan has the buffers for micro-batches of one form.
+#: Number of plans to keep; a plan holds the buffers for micro-batches of one form.
 _KEPT_PLANS = 4
 #: Maximum number of processes: each has one bit in the integer that says which processes use a weight.
 _MOST_PROCESSES = 62
@@ -361,7 +361,7 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
         raise ValueError(messages.unknown("pipeline schedule", schedule, SCHEDULES))
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} is not a positive integer. Change it, or leave it out.")
+            raise ValueError(f"{name}={value!r} is not a positive integer. Pass 1 or more, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
             f"virtual_stages={virtual_stages} has no effect, because pipeline_schedule={schedule!r} has one stage per "

@@ -49,7 +49,7 @@ class TensorForm:
 
 @dataclass
 class Passage:
-    """What is known about a stage for micro-batches of one form.
+    """Facts about a stage, for micro-batches of one form.
 
     Attributes:
         wanted: indices of the arguments of the stage's first block that the stage must receive.
@@ -150,11 +150,11 @@ class StageRun:
     Args:
         stages: all stages.
         index: the stage.
-        passage: what is known about the stage; the first runs add to it.
+        passage: facts about the stage; the first runs add to them.
         received: tensors from the previous stage, in the order of ``passage.wanted``.
         stop_at_entry: whether to end the run at the stage's first block, to find out which tensors the stage needs.
         on_entry: function that is called at the stage's first block.
-        seen: receives the ids of the parameters that the stage's own blocks use; None if not needed.
+        seen: set that collects the ids of the parameters that the stage's own blocks use; None if not needed.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class StageExit(BaseException):
 class _Mode(TorchFunctionMode):
     """Replaces values derived from weights with fake tensors before a stage's first block; other code runs as written.
 
-    ``on`` is True until the step reaches that block. From that block on, ``seen`` receives the ids of the parameters
+    ``on`` is True until the step reaches that block. From that block on, ``seen`` collects the ids of the parameters
     that the step uses.
     """
 
@@ -380,7 +380,7 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
         )
     if (found := sum(size > 0 for size in sizes)) < count:
         raise ValueError(
-            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), but there are {count} pipeline "
+            f"{owner} has too few blocks with parameters ({found}: {names[0]} ... {names[-1]}) for {count} pipeline "
             "stages. Use fewer stages (pipeline_parallel, virtual_stages), or list smaller modules in split_points."
         )
     return names, sizes
@@ -416,7 +416,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     if isinstance(split_points, str) or len(split_points) != count - 1:
         raise ValueError(
             f"split_points={split_points!r} must list the name of the first module of each pipeline stage except the "
-            f"first stage ({count - 1} names for {count} stages)."
+            f"first stage. With {count} stages, its length must be {count - 1}."
         )
     known = [name for name, _ in module.named_modules() if name]
     for name in split_points:

@@ -57,7 +57,7 @@ class ModelParallelStrategy(FSDPStrategy):
         precision: dtypes and loss scaling; the Trainer's if None.
         data_parallel_replicate: number of copies of the (sharded) model.
         data_parallel_shard: number of processes across which each parameter is sharded, as in FSDPStrategy; ``"auto"``
-            uses all processes that the other sizes leave free.
+            uses all remaining processes.
         tensor_parallel: number of processes across which each layer is split; ``"auto"`` uses all processes on one
             machine.
         pipeline_parallel: number of pipeline processes, which hold successive layers.
@@ -145,14 +145,14 @@ class ModelParallelStrategy(FSDPStrategy):
         self._sequences: SplitSequences | None = None
         if context_parallel > 1 and context_parallel_dims is None:
             raise ValueError(
-                f"ModelParallelStrategy(context_parallel={context_parallel}) needs to know which dimension of a "
-                "batch's tensors is the sequence. Pass context_parallel_dims=1 for dimension 1 of all tensors, or "
+                f"ModelParallelStrategy(context_parallel={context_parallel}) must know which dimension of a batch's "
+                "tensors is the sequence dimension. Pass context_parallel_dims=1 for dimension 1 of all tensors, or "
                 "context_parallel_dims={'input_ids': 1, 'labels': 1, 'position_ids': 1}."
             )
         if self.ignored_modules is not None and (tensor_parallel != 1 or pipeline_parallel != 1):
             raise ValueError(
-                "ModelParallelStrategy(ignored_modules=...) only works if modules are not split, but "
-                f"tensor_parallel={tensor_parallel!r} and pipeline_parallel={pipeline_parallel} split modules. Leave "
+                "ModelParallelStrategy(ignored_modules=...) only works if modules are not split, but this strategy "
+                f"has tensor_parallel={tensor_parallel!r} and pipeline_parallel={pipeline_parallel}. Leave "
                 "ignored_modules out, or use plan={...} to exclude these modules from the split."
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
@@ -329,7 +329,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._parts_group
 
     def compute_metric(self, metric: Any) -> Any:
-        """Return the metric across the ``data_group``, because processes that split layers see the same samples."""
+        """Compute the metric across ``data_group`` only, because processes that split layers see the same samples."""
         group = self.data_group
         if group is None:
             return super().compute_metric(metric)
@@ -399,7 +399,7 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 
 class PipelineParallelStrategy(PipelineSteps, ModelParallelStrategy):
-    """The class of the strategy that ``ModelParallelStrategy(pipeline_parallel=...)`` creates."""
+    """The strategy that ``ModelParallelStrategy(pipeline_parallel=...)`` creates."""
 
 
 def _size(axis: str, value: Any, auto: bool = True) -> int | str:

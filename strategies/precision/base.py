@@ -21,7 +21,8 @@ T = TypeVar("T")
 TrueName = Literal["64-true", "16-true", "bf16-true"]
 DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
-#: The methods that take part in clipping; if a subclass overrides one, ``clip_gradients`` replaces the strategy's clip.
+#: The methods that take part in clipping; if a subclass overrides one, ``clip_gradients`` replaces the strategy's own
+#: clipping.
 CLIPPING = frozenset(("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params"))
 #: The methods around a backward pass; if a subclass overrides one, backward passes run through all three.
 BACKWARD = frozenset(("pre_backward", "backward", "post_backward"))
@@ -97,7 +98,8 @@ class Precision:
     name: str = "32-true"
     #: The dtype to convert floating-point inputs to when a batch is moved, or None.
     input_dtype: torch.dtype | None = None
-    #: Whether the strategy shards the weights and gathers them before use; it sets this before :meth:`convert_module`.
+    #: Whether the strategy shards the weights and gathers them before use; the strategy sets this before
+    #: :meth:`convert_module`.
     shards: bool = False
     #: Whether :meth:`move_module` quantizes weights, which a strategy that shards cannot gather.
     quantizes: bool = False
@@ -179,7 +181,7 @@ class Precision:
         return self.forward_context()
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        """Context manager for a backward pass inside a step (manual optimization); the step's autocast is off in it."""
+        """Context manager for a backward pass inside a step (manual optimization), with the step's autocast off."""
         return nullcontext()
 
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -231,7 +233,7 @@ class Precision:
         optimizer: Any,
         hooks: tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]],
     ) -> Callable[..., None]:
-        """Return a function that runs a backward pass through the methods of a subclass that overrides one of them.
+        """Return a backward function that calls :meth:`pre_backward`, :meth:`backward` and :meth:`post_backward`.
 
         Args:
             backward: the strategy's ``backward``.

@@ -26,7 +26,7 @@ _CAPABILITY = (8, 9)
 class Float8Precision(MixedPrecision):
     """The precision ``"fp8-mixed"``: ``"bf16-mixed"`` with 8-bit matrix products in linear layers.
 
-    When the run starts, the module's ``nn.Linear`` layers are replaced with torchao's ``Float8Linear`` for good.
+    When the run starts, the module's ``nn.Linear`` layers are permanently replaced with torchao's ``Float8Linear``.
     Weights stay float32 parameters with the same names, so checkpoints do not change. Each tensor is scaled to the
     range of its 8-bit dtype right before it is multiplied (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
     FSDP gathers the converted weights in 8 bits, unless ``recipe`` scales by rows.
@@ -45,8 +45,8 @@ class Float8Precision(MixedPrecision):
 
     Raises:
         ModuleNotFoundError: torchao is not installed.
-        ValueError: ``recipe`` is unknown or contradicts ``config``, or the device turns out to be unable to multiply in
-            8 bits when the run starts.
+        ValueError: ``recipe`` is unknown or contradicts ``config``, or, when the run starts, the device cannot multiply
+            in 8 bits.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_said_or_raised(tmp_path: Path) -> None:
             super().__init__()
             self.more = nn.Linear(2, 2)
 
-    with pytest.warns(PacelineWarning, match=r"2 missing from it \(more.weight, more.bias\)"):
+    with pytest.warns(PacelineWarning, match=r"2 missing from the checkpoint \(more.weight, more.bias\)"):
         load_checkpoint_in_model(More(), path)
     with pytest.raises(RuntimeError, match=r"8 unexpected \(body\.0\.bias.*strict=False"):
         load_checkpoint_in_model(nn.Sequential(), path, strict=True)
@@ -175,10 +175,10 @@ def test_what_no_file_has_is_an_error_where_there_are_no_values(device_map: Any,
     write_aligned(state, tmp_path / "model.safetensors")
     with (
         pytest.raises(RuntimeError, match=r"Net has no values for 6 of its tensors: blocks\.2\.norm\.weight"),
-        pytest.warns(PacelineWarning, match="7 missing from it"),
+        pytest.warns(PacelineWarning, match="7 missing from the checkpoint"),
     ):
         load_checkpoint_and_dispatch(empty(Net), tmp_path, device_map)
-    with pytest.raises(RuntimeError, match="7 missing from it"):
+    with pytest.raises(RuntimeError, match="7 missing from the checkpoint"):
         load_checkpoint_and_dispatch(empty(Net), tmp_path, device_map, strict=True)
 
 

@@ -213,7 +213,7 @@ def test_what_the_files_miss_is_initialized_by_the_layers_as_on_one_device(folde
     def run(strategy: Any) -> Any:
         if int(os.environ.get("RANK", 0)):
             return fit(partial(More, tmp_path), strategy)
-        with pytest.warns(PacelineWarning, match=r"3 missing from it \(.*initialized by their layers"):
+        with pytest.warns(PacelineWarning, match=r"3 missing from the checkpoint \(.*initialized by their layers"):
             return fit(partial(More, tmp_path), strategy)
 
     (one,) = at(1, lambda: run("single_device"))
@@ -240,7 +240,8 @@ def test_strict_loading_is_an_error_on_all_ranks_before_anything_is_read(folder:
     with pytest.raises(RanksError) as caught:
         ranks(2, lambda: fit(partial(More, folder, strict=True), FSDPStrategy()))
     assert [type(error) for error in caught.value.errors] == [RuntimeError] * 2
-    assert all("2 missing from it (classes.weight, classes.bias)" in str(error) for error in caught.value.errors)
+    text = "2 missing from the checkpoint (classes.weight, classes.bias)"
+    assert all(text in str(error) for error in caught.value.errors)
 
 
 # ---- how much a process holds ----------------------------------------------------------------------------------------

@@ -138,7 +138,10 @@ def test_keys_that_paceline_does_not_use_are_listed_once(tmp_path: Path, caplog:
         ("fsdp_config: {fsdp_sharding_stratgy: 1}", ("Did you mean 'fsdp_config.fsdp_sharding_strategy'?",)),
         ("mixed_precision: bf17", ("key mixed_precision", "'bf17'", "Did you mean 'bf16'?")),
         ("cpu: true\nuse_cpu: false", ("sets cpu twice", "True as cpu", "False as use_cpu")),
-        ("distributed_type: MLU", ("distributed_type: MLU", "CUDA", "'MULTI_GPU'", "PACELINE_CONFIG_FILE=none")),
+        (
+            "distributed_type: MLU",
+            ("distributed_type: MLU", "does not support", "'MULTI_GPU'", "PACELINE_CONFIG_FILE=none"),
+        ),
         ("compute_environment: AMAZON_SAGEMAKER", ("AMAZON_SAGEMAKER", "LOCAL_MACHINE")),
         ("- a\n- b", ("contains a list",)),
         ("a: [", ("is not valid YAML",)),
