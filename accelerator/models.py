@@ -32,8 +32,8 @@ class PreparedModel:
     """A prepared model and its strategy.
 
     Args:
-        compiler: function that takes a module and returns the function that compiles its forward, or None for no
-            compiling.
+        compiler: function that takes a module and returns the function that compiles the module's forward, or None if
+            the module is not compiled.
         explain: explains errors in the forward pass.
 
     Attributes:
@@ -264,7 +264,7 @@ class AnyMethod:
         if method is None:
             return self.forward(*args, **kwargs)
         routed = vars(self.module)["forward"]
-        restore(self.module)  # a method that calls the module itself is already inside its wrappers
+        restore(self.module)  # a method that calls the module already runs inside its wrappers
         try:
             return method(*args, **kwargs)
         finally:

@@ -130,10 +130,10 @@ class Folders:
     # ---- how many are kept -------------------------------------------------------------------------------------------
 
     def delete_old(self, newest: Location) -> None:
-        """Delete this node's oldest states beyond ``total_limit``, including states of runs that this run resumed.
+        """Delete this node's oldest states beyond ``total_limit``, including those saved before the run was resumed.
 
         Numbered folders are deleted entirely. In other folders, only the saved files are deleted, and then the folder
-        unless it contains anything else.
+        itself if it is empty.
         """
         limit = self.project.total_limit
         if limit is None:
@@ -144,7 +144,7 @@ class Folders:
         for state in [state for state in order if state.parent != newest][: max(len(order) - max(limit, 1), 0)]:
             try:
                 _delete(state)
-            except FileNotFoundError:  # another node deletes on the same disk
+            except FileNotFoundError:  # another node that shares the disk has deleted it
                 continue
             except OSError as error:
                 tell = messages.warn if self.strategy.is_global_zero else messages.info_anywhere
