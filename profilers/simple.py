@@ -13,7 +13,7 @@ MOST_PARTS = 9
 
 
 class _Running:
-    """A running action: its start time, and the seconds of the actions nested in it."""
+    """A running action: its start time, and the seconds spent in nested actions."""
 
     __slots__ = ("begun", "inside", "name")
 

@@ -154,7 +154,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         """Return Paceline's plugin with the values that the script, the settings or the file set.
 
         Raises:
-            ValueError: if a value in ``zero_optimization`` that was not ``"auto"`` was changed after the plugin was
+            ValueError: a value in ``zero_optimization`` that was not ``"auto"`` was changed after the plugin was
                 created.
         """
         built = vars(self).get("_built", {})
@@ -209,7 +209,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace an ``"auto"`` value with the argument of that name; report any other value that differs from it.
+        """Replace an ``"auto"`` value with the argument of that name; report any other value that differs.
 
         Args:
             ds_key_long: dotted name of the value.
@@ -275,7 +275,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             **kwargs: values by dotted names.
 
         Raises:
-            ValueError: if values differ.
+            ValueError: values differ.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for name, value in list((self.deepspeed_config if config is None else config).items()):
@@ -296,7 +296,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             model: not used.
 
         Raises:
-            NotImplementedError: if ``transformer_moe_cls_names`` is set.
+            NotImplementedError: ``transformer_moe_cls_names`` is set.
         """
         del model
         self.options()
@@ -493,7 +493,7 @@ def created(objects: tuple[Any, ...], plugin: Any) -> list[Any]:
     """Replace each DummyOptim and DummyScheduler with the torch object that the filled configuration defines.
 
     Raises:
-        ValueError: if the configuration and the script both define the optimizer or the schedule, or if neither does.
+        ValueError: the configuration and the script both define the optimizer or the schedule, or neither does.
     """
     config = without_auto(plugin.deepspeed_config) if isinstance(plugin, DeepSpeedPlugin) else {}
     optimizers = {id(one): _optimizer(one, config) for one in objects if isinstance(one, DummyOptim)}

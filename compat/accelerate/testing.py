@@ -229,7 +229,7 @@ def pytest_xdist_worker_id() -> int:
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """Return a path within the folder of the replaced package's modules."""
+    """Return a path inside the folder of Paceline's replacement for ``accelerate``."""
     return Path(__file__).resolve().parent.joinpath(*components)
 
 
