@@ -174,7 +174,7 @@ class GradientState:
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the loop weights the loss itself: it has gathered item counts, or has fetched later batches.
+        """Whether the loop weights the loss itself, because it has gathered item counts or fetched later batches.
 
         Inside an ``accumulate`` block, a gathered count is treated as a metric unless the loop sets ``sync_gradients``.
         """

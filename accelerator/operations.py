@@ -189,7 +189,7 @@ def pad_across_processes(
         return data
     if len({len(entry) for entry in found}) > 1:
         raise DistributedOperationException(
-            f"pad_across_processes got a different number of tensors on each rank (in rank order: "
+            f"The number of tensors passed to pad_across_processes differs between ranks (in rank order: "
             f"{', '.join(str(len(entry)) for entry in found)}). Pass the same number on every process."
         )
     for index, column in enumerate(zip(*found, strict=True)):

@@ -79,7 +79,7 @@ class _Enabled(property):
 class ParallelismConfig:
     """Sizes of the dimensions of parallelism. Their product is the number of processes.
 
-    A size of None is taken from the settings (``parallelism_config_...``) or, if they do not set it, is 1.
+    A size of None is taken from the settings (``parallelism_config_...``); if they do not set the size, it is 1.
 
     Args:
         dp_replicate_size: number of copies of the (sharded) model.

@@ -179,7 +179,7 @@ def _replace(
     if not layers:
         messages.warn(
             f"{type(model).__name__} has no linear layer to quantize. Some models, such as GPT-2, use other layers "
-            "instead of nn.Linear. Check skip_modules and the model."
+            "instead of nn.Linear. Check skip_modules, or use another model."
         )
     replace_layers(model, layers, config.quantization(), device)
 

@@ -1,4 +1,4 @@
-"""Names an Accelerator's state folders, finds the newest, deletes old ones, and moves hook files into place."""
+"""Names an Accelerator's state folders, finds the newest one, deletes old ones, and moves hook files into place."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class MemoryEstimate:
         strategy: name of the strategy.
         num_processes: number of processes.
         batch_size: number of samples in one process's batch; None if no batch was given.
-        weights: bytes of parameters and buffers; with sharding, only of this process's shards.
+        weights: bytes of parameters and buffers; with sharding, only this process's shards.
         gradients: bytes of gradients during the optimizer step.
         optimizer: bytes of the optimizer's state.
         activations: bytes of the batch and of the tensors that forward saves for backward; None if no batch was given,

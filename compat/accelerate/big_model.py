@@ -204,7 +204,7 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie the parameters with the given names again, using the first parameter that has values."""
+    """Tie each group of named parameters again, using the group's first parameter that has values."""
     for names in tied_params:
         found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         values = [own_parameters(owner)[key] for owner, key in found]

@@ -185,7 +185,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return {**found, "gradient_clipping": self.gradient_clipping} if self.gradient_clipping else found
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """Return this plugin itself, which has already read the settings, so that scripts see their values."""
+        """Return this plugin itself, because it read the settings when it was created."""
         del settings
         return self
 
@@ -391,7 +391,7 @@ def _buckets(config: Any) -> dict[str, int]:
 
 
 def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any]:
-    """Return a schedule's values for a DeepSpeed file. Scripts count the steps before loaders are sharded."""
+    """Return a schedule's values for a DeepSpeed file. Scripts count the total steps before loaders are sharded."""
     own, total = schedule.optimizer, schedule.total_num_steps
     return {
         "warmup_min_lr": 0,

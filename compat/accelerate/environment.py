@@ -50,7 +50,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first value of the given environment variables that is a non-negative integer, else ``default``."""
+    """Return the first of the environment variables' values that is a non-negative integer, or else ``default``."""
     found = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in found if number >= 0), default)
 

@@ -168,7 +168,7 @@ class MockingTestCase(unittest.TestCase):
     """A test case that starts mocks and stops them after each test."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """Start one mock or several."""
+        """Start one or more mocks."""
         self.mocks = mocks if isinstance(mocks, (tuple, list)) else [mocks]
         for one in self.mocks:
             one.start()

@@ -405,7 +405,7 @@ class Fabric:
             path: path of the file.
             state: the values to write, by name. For modules, optimizers and other objects with a ``state_dict``, their
                 states are written.
-            filter: dict from names in ``state`` to functions ``f(key, value)``, which return True for entries to keep.
+            filter: maps names in ``state`` to functions ``f(key, value)`` that return True for the entries to keep.
         """
         filter = _checked_filter(state, filter or {})
         found = {}
