@@ -52,7 +52,7 @@ class Folders:
     counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
-        """Return the number of the next save, which is higher than that of any other save in the same parent folder."""
+        """Return the next save's number, which is higher than those of all other saves in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
             found = [known.sequence for state in states_in(folder.parent) if (known := manifest.read_or_none(state))]

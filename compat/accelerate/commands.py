@@ -291,5 +291,5 @@ DYNAMO_BACKENDS = DynamoBackend.list()
 
 
 def _validate_launch_command(args: Namespace) -> tuple[Namespace, None, bool]:
-    """Return the arguments unchanged, because the launcher itself reads the configuration file and checks them."""
+    """Return the arguments unchanged, because the launcher reads the configuration file and checks the arguments."""
     return args, None, str(getattr(args, "mixed_precision", None)) != "None"
