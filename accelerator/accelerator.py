@@ -118,7 +118,7 @@ class Accelerator(AcceleratorProperties):
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
-        gradient_accumulation_plugin: an object with ``gradient_accumulation_steps`` and related settings.
+        gradient_accumulation_plugin: a ``GradientAccumulationPlugin``.
         step_scheduler_with_optimizer: if True, schedulers advance only when their optimizers have stepped; if False,
             they advance on every call.
         kwargs_handlers: settings for DistributedDataParallel, autocast, the loss scaler, the process group and the
