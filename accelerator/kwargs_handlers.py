@@ -295,7 +295,7 @@ class AORecipeKwargs(KwargsHandler):
         given = {name: getattr(self, name) for name in details if getattr(self, name) is not None}
         if given and self.config is not None:
             raise ValueError(
-                f"AORecipeKwargs got config and also {messages.names(given, 'and')}. Set these options in the config."
+                f"AORecipeKwargs got config and {messages.names(given, 'and')}. Set the options in the config instead."
             )
         found.config = replace(found.config, **given)
         return found
