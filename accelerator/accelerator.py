@@ -118,7 +118,7 @@ class Accelerator(AcceleratorProperties):
         log_with: a tracker's name, class or object, or a list of these; ``"all"`` means every installed tracker.
         project_dir: folder for logs and checkpoints.
         project_config: a ``ProjectConfiguration``.
-        gradient_accumulation_plugin: an object with ``gradient_accumulation_steps`` and related settings.
+        gradient_accumulation_plugin: a ``GradientAccumulationPlugin``.
         step_scheduler_with_optimizer: if True, schedulers advance only when their optimizers have stepped; if False,
             they advance on every call.
         kwargs_handlers: settings for DistributedDataParallel, autocast, the loss scaler, the process group and the
@@ -129,8 +129,8 @@ class Accelerator(AcceleratorProperties):
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
         scheduler_steps: how far each ``scheduler.step()`` advances a schedule. ``"per_update"``: one step;
             ``"per_sample"``: one step per data-parallel process, for a schedule whose length was computed for a single
-            process. ``"per_sample"`` also means one step with ``split_batches=True``, because an epoch then has as many
-            batches as on a single process, and with ``step_scheduler_with_optimizer=False``.
+            process. With ``split_batches=True`` (an epoch then has as many batches as on a single process) or
+            ``step_scheduler_with_optimizer=False``, ``"per_sample"`` also advances only one step.
         output_dtype: ``"fp32"`` converts 16-bit model outputs to float32, so that a loss computed outside autocast
             keeps its accuracy; ``"keep"`` leaves outputs unchanged.
     """
@@ -294,8 +294,8 @@ class Accelerator(AcceleratorProperties):
         process reads only its shard when the model is prepared.
 
         Args:
-            empty_init: whether to skip initializing weights, because they will be loaded. Under a sharding strategy,
-                layers are then created without allocating memory.
+            empty_init: whether to leave weights uninitialized, for weights that will be loaded. Under a sharding
+                strategy, layers are then created without allocating memory.
         """
         return self.strategy.module_init_context(empty_init)
 
@@ -374,8 +374,8 @@ class Accelerator(AcceleratorProperties):
         """Return the context manager for one micro-batch of an accumulation window.
 
         Inside the context, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` take effect only on
-        the last micro-batch of a window: the ``gradient_accumulation_steps``-th one, or the last one of the loader.
-        Models that are trained in turn, such as a GAN's, have separate windows.
+        the last micro-batch of a window. A window ends after ``gradient_accumulation_steps`` micro-batches or at the
+        end of the loader. Models that are trained in turn, such as a GAN's, have separate windows.
 
         Args:
             *models: prepared models that accumulate gradients; by default, all prepared models.
@@ -506,7 +506,7 @@ class Accelerator(AcceleratorProperties):
         return self.strategy.split_sequences(tensors, dims, unrestored)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Raise an error, because LOMO updates weights during backward, which rules out accumulation and clipping."""
+        """Not supported: always raises NotImplementedError, because Paceline has no LOMO optimizers."""
         raise NotImplementedError(
             "accelerator.lomo_backward is not supported, because Paceline has no LOMO optimizers. Use "
             "accelerator.backward(loss) with any optimizer from torch.optim."
@@ -551,8 +551,8 @@ class Accelerator(AcceleratorProperties):
             input_dir: the state's folder; None means the newest valid state of the project or of this run.
             load_kwargs: a dict that may contain ``weights_only=True``, which is always in effect, and ``map_location``,
                 which has no effect.
-            **kwargs: ``strict=True`` makes an object that cannot be restored an error, before anything changes; by
-                default it causes a warning. Others as in ``load_kwargs``.
+            **kwargs: ``strict=True`` raises an error, before anything changes, if an object cannot be restored; by
+                default, there is only a warning. The keys of ``load_kwargs`` are also accepted.
 
         Raises:
             FileNotFoundError: the state does not exist.
@@ -640,7 +640,7 @@ class Accelerator(AcceleratorProperties):
         Trackers of an earlier run are closed.
 
         Args:
-            project_name: name of the folder in the logging directory, or of the project at the tracking service.
+            project_name: name of the folder in the logging directory, or of the project in the tracking service.
             config: the run's settings.
             init_kwargs: additional arguments, keyed by tracker name.
         """
@@ -673,7 +673,7 @@ class Accelerator(AcceleratorProperties):
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
-        """Context manager that yields torch's running profiler. With a schedule, call its ``step()`` per batch.
+        """Context manager that yields a running torch profiler. With a schedule, call its ``step()`` after each batch.
 
         With ``ProfileKwargs(output_trace_dir=...)``, every process writes ``profile_<rank>.json`` to that folder
         (repeated schedules also write ``profile_<rank>_1.json``, ...), and all processes wait until the traces are

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ReadLoader(Protocol):
-    """The attributes of a :class:`.loaders.PreparedLoader` that are read by windows, gathering and error messages."""
+    """The :class:`.loaders.PreparedLoader` attributes that accumulation windows, gathering and error messages read."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -167,16 +167,16 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.
 
-        Once such a loop has fetched a loader's last batch, that batch completes the window. This method weights the
-        batch's loss, unless the loop has gathered the number of items in order to weight the loss itself.
+        Once such a loop has fetched a loader's last batch, that batch completes the window. ``backward`` then weights
+        the batch's loss, unless the loop has gathered the number of items to weight the loss itself.
         """
         self.sync_gradients, self.by_hand = sync_gradients, True
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the loop weights the loss, because it has gathered item counts or has fetched later batches.
+        """Whether the loop weights the loss itself, because it has gathered item counts or fetched later batches.
 
-        In an ``accumulate`` block, a gathered count is a metric, unless the loop sets ``sync_gradients``.
+        Inside an ``accumulate`` block, a gathered count is treated as a metric unless the loop sets ``sync_gradients``.
         """
         counts = self.counted is not None and (self.by_hand or not self.depth)
         return counts or (self.by_hand and not self.sync_gradients)
@@ -217,7 +217,7 @@ class GradientState:
             self.counted = None
 
     def _say_last_is_unknown(self) -> None:
-        why = "because the loop read several batches before their backward passes and then skipped one"
+        why = "because the loop fetched several batches before running their backward passes, and skipped one of them"
         if self.window.by_items:
             messages.info_anywhere(
                 f"Rank {messages.rank()}'s last batch only repeats samples of another rank, but its items were "
@@ -231,7 +231,7 @@ class GradientState:
 
 
 class Window:
-    """The micro-batches over which a group of models accumulates gradients; a context to enter for each micro-batch.
+    """The micro-batches over which a group of models accumulates gradients. Enter it as a context for each micro-batch.
 
     An Accelerator starts with a window for loops that do not call ``accumulate``. In this window, every backward pass
     counts as a micro-batch, and losses are weighted only by ``num_items``.
@@ -466,8 +466,8 @@ class Window:
 def _share(loss: Tensor, num_items: Any, loader: ReadLoader, first: bool) -> tuple[Tensor, Any]:
     """Return the weighted loss and number of items for a last batch whose size differs between processes.
 
-    The loss of an earlier batch, which had not had its backward pass when the last batch was read, stays as it is. A
-    number of items needs no weight, unless the batch only repeats samples of another process.
+    If the loss belongs to an earlier batch, whose backward pass runs only now, the loss is returned unchanged. A loss
+    with a number of items needs no weight, unless its batch only repeats samples of another process.
     """
     share = loader.last_share
     if num_items is not None and share != 0.0:

@@ -121,16 +121,16 @@ def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]
 def cut(batch: Any, pieces: int, must: bool = False) -> list[tuple[Any, int]]:
     """Split a batch into parts whose sizes differ by at most 1; return each part with its number of real rows.
 
-    A part that would be empty repeats the last row and has 0 real rows. A batch whose tensors do not share a first
-    dimension is not split. Instead, each part is the entire batch, and counts as 1 row in the first part and as 0 rows
-    in the others.
+    A part that would be empty repeats the last row and has 0 real rows. A batch whose tensors differ in the size of the
+    first dimension is not split. Instead, each part is the entire batch, and counts as 1 row in the first part and as 0
+    rows in the others.
     """
     rows = _rows(batch)
     if rows is None and must:
         raise ValueError(
             f"split_batches=True splits every batch into {pieces} parts, but the tensors in this batch "
-            f"({type(batch).__name__}) do not share a first dimension. Leave out split_batches so that each process "
-            "gets full batches."
+            f"({type(batch).__name__}) do not have the same size in the first dimension. Leave out split_batches so "
+            "that each process gets full batches."
         )
     if not rows:
         return [(batch, 1)] + [(batch, 0)] * (pieces - 1)

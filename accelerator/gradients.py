@@ -178,7 +178,7 @@ class Gradients:
         )
 
     def _check_shared(self) -> None:
-        """Warn if, without a prepared model, optimizer or loader, processes train separately or on the same samples."""
+        """Warn if processes train separately or on the same samples because something was not prepared."""
         processes = self.strategy.num_data_ranks
         if processes == 1:
             return

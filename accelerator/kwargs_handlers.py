@@ -71,7 +71,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_reduction: has no effect.
         gradient_as_bucket_view: whether to make gradients views of the buckets, to save memory.
         static_graph: whether the loss depends on the same parameters in every step.
-        comm_hook: how to compress a bucket while it is reduced: to 16 bits, or to low rank.
+        comm_hook: how to compress gradient buckets for communication: to 16 bits, or to a low-rank approximation.
         comm_wrapper: ``"fp16"`` or ``"bf16"``, the dtype that buckets are converted to before the hook runs.
         comm_state_option: arguments of ``PowerSGDState`` (``matrix_approximation_rank``, ...), for PowerSGD.
     """
@@ -228,7 +228,7 @@ class ProfileKwargs(KwargsHandler):
 
     @contextmanager
     def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
-        """Context manager that yields the running profiler. With a schedule, call the profiler's ``step()`` per batch.
+        """Context manager that yields the running profiler. With a schedule, call its ``step()`` after each batch.
 
         With ``output_trace_dir``, every process writes ``profile_<rank>.json`` to that folder (repeated schedules also
         write ``profile_<rank>_1.json``, ...), and all processes wait until the traces are written.
@@ -295,7 +295,7 @@ class AORecipeKwargs(KwargsHandler):
         given = {name: getattr(self, name) for name in details if getattr(self, name) is not None}
         if given and self.config is not None:
             raise ValueError(
-                f"AORecipeKwargs got config and {messages.names(given, 'and')}. Set these arguments in the config only."
+                f"AORecipeKwargs got config and {messages.names(given, 'and')}. Set the options in the config instead."
             )
         found.config = replace(found.config, **given)
         return found
@@ -358,11 +358,11 @@ class _Refused(KwargsHandler):
 
 
 class MSAMPRecipeKwargs(_Refused):
-    """Arguments for 8-bit training with MS-AMP, which is not supported."""
+    """Arguments for 8-bit training with MS-AMP. Not supported."""
 
 
 class FP8RecipeKwargs(_Refused):
-    """Arguments for 8-bit training with the package ``backend``. Such training is not supported."""
+    """Arguments for 8-bit training with the package that ``backend`` names. Not supported."""
 
 
 @dataclass(frozen=True)
@@ -409,10 +409,9 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
         if name is None:
             raise TypeError(_no_handler(handler))
         if name in found:
-            kind = type(handler).__name__ if type(found[name]) is type(handler) else "recipes for 8 bits"
+            kind = type(handler).__name__ if type(found[name]) is type(handler) else "8-bit recipes"
             raise ValueError(
-                f"Accelerator(kwargs_handlers=[...]) has two {kind}: {found[name]} and {handler}. "
-                "Combine them into one."
+                f"Accelerator(kwargs_handlers=[...]) has two {kind}: {found[name]} and {handler}. Pass only one."
             )
         found[name] = handler
     return Handlers(**found)

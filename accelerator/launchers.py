@@ -126,7 +126,7 @@ def _refuse_used(kind: str, count: int) -> None:
     if kind == CUDA_KIND.name and CUDA_KIND.is_initialized():
         raise RuntimeError(
             f"notebook_launcher(num_processes={count}) copies this process, but the process had already initialized "
-            "CUDA, so its copies could not use CUDA. Restart the notebook, and create models, loaders and the "
+            "CUDA, so its copies cannot use CUDA. Restart the notebook, and create models, loaders and the "
             "Accelerator only inside the function. Check earlier cells for .cuda(), .to('cuda'), device='cuda', "
             "memory queries and imports that use CUDA (asking torch whether CUDA is available, or for the number of "
             "devices, is harmless)."

@@ -26,7 +26,7 @@ class Pass:
         random: states of the CPU's random generators at the start of the pass.
         before_last: function that returns the batch before the last one, or None once the loop no longer references it.
         read_ahead: number of batches that were read but have had no backward pass.
-        last_is_unknown: whether it is unknown which of the losses after the last batch was read is that batch's.
+        last_is_unknown: whether the last batch's loss cannot be told apart from the losses of earlier batches.
     """
 
     __slots__ = ("batches", "before_last", "done", "epoch", "last_is_unknown", "length", "random", "read_ahead")
@@ -43,10 +43,10 @@ class Pass:
         self.before_last = _reference(batch_before)
 
     def is_loss_of_last(self, first: bool) -> bool:
-        """Return whether a loss is that of the last batch; called only after the last batch was read.
+        """Return whether a loss belongs to the last batch; call this only after the last batch was read.
 
-        The losses of a loop that reads several batches before their backward passes come in the order of the batches.
-        A loop that skips batches does not reference them any more.
+        A loop that reads several batches before running their backward passes computes the losses in the order of the
+        batches. A loop that skips batches no longer references them.
 
         Args:
             first: whether this is the micro-batch's first backward pass.
@@ -93,7 +93,7 @@ class LoadedPosition:
         return self.position["epoch"] + self.position["last"]
 
     def skipped_to(self, skip: int) -> None:
-        """Warn that ``skip_first_batches`` skips to another batch than ``load_state``, losing or repeating batches."""
+        """Warn that ``skip_first_batches`` and ``load_state`` disagree, so batches are lost or repeated."""
         done = self.position["batches"]
         if skip > done:
             what = f"the pass skips {_batches(done, skip)}"
@@ -179,7 +179,7 @@ class LeftOut(FirstUse):
         say(
             f"After accelerator.load_state, the loop took {_batches(self._first, self._first + count)} of epoch "
             f"{self._epoch} from the loader but did not train on {'it' if count == 1 else 'them'}. "
-            f"{within if within_pass else whole}A script that skips batches as well never trains on those batches. "
+            f"{within if within_pass else whole}A script that also skips batches never trains on those batches. "
             "Delete the code that skips batches (such as `if step < resume_step: continue`), and count with "
             "enumerate(loader, start=loader.batches_done)."
         )

@@ -144,7 +144,7 @@ class PreparedLoader(DataLoader[Any]):
             return INF
         messages.warn(
             f"The number of batches differs between processes ({', '.join(map(str, known))}). Each process uses only "
-            f"{min(known)} batches per epoch and skips the rest. Give every process the same number of batches, or let "
+            f"{min(known)} per epoch and skips the rest. Give every process the same number of batches, or let "
             "prepare() shard the data."
         )
         return min(known)
@@ -251,8 +251,8 @@ class PreparedLoader(DataLoader[Any]):
                 yield batch
             if batches.left_over:
                 messages.info_anywhere(
-                    f"Rank {self.strategy.global_rank} still had batches when another rank's loader ended after {done} "
-                    f"batches of epoch {one.epoch}. This rank skips its remaining batches, so that no rank waits for "
+                    f"Rank {self.strategy.global_rank} still had batches when another rank's loader ended after batch "
+                    f"{done} of epoch {one.epoch}. This rank skips its remaining batches, so that no rank waits for "
                     "another."
                 )
         except (RuntimeError, EOFError, OSError) as error:
@@ -444,8 +444,8 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a position from :meth:`state_dict`, so that the next pass is the rest of the saved pass.
 
-        If nothing is left of the saved pass, the next pass is the following epoch. If the number of processes or the
-        batch size has changed, the loader resumes at the same sample.
+        If nothing is left of the saved pass, the next pass starts the following epoch. If the number of processes or
+        the batch size has changed, the loader resumes at the same sample.
         """
         place, own = self._place, vars(self)
         own["derived"], done = "", state_dict["batches"]
@@ -566,9 +566,9 @@ class PreparedLoader(DataLoader[Any]):
             batches.close()
 
     def _unless_dropped(self, position: Mapping[str, Any], one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
-        """Run the first pass after loading, if the saved pass was complete.
+        """Run the first pass after loading a position at the end of a pass.
 
-        If the loop never trains in this pass, the loop has only skipped the saved pass, which then counts as finished.
+        If the loop never trains during this pass, it was only skipping the saved pass, which then counts as finished.
         """
         use, batches = FirstUse(self.gradient_state), self._hand_out(one, iterator)
         try:

@@ -45,7 +45,7 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
-            raise ValueError(f"LocalSGD: local_sgd_steps={local_sgd_steps!r} must be 1 or more.")
+            raise ValueError(f"LocalSGD: local_sgd_steps={local_sgd_steps!r} is less than 1. Pass 1 or more.")
         placement = accelerator.prepared.placements.get(id(model))
         if placement is None:
             raise ValueError(

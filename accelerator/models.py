@@ -32,8 +32,8 @@ class PreparedModel:
     """A prepared model and its strategy.
 
     Args:
-        compiler: function that takes a module and returns the function that compiles its forward, or None for no
-            compiling.
+        compiler: function that takes a module and returns the function that compiles the module's forward, or None if
+            the module is not compiled.
         explain: explains errors in the forward pass.
 
     Attributes:
@@ -81,7 +81,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter of the module, or the parameter that replaced it in setup; None for any other tensor."""
+        """Return a parameter of the module, or its replacement after setup; None for any other tensor."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
@@ -264,7 +264,7 @@ class AnyMethod:
         if method is None:
             return self.forward(*args, **kwargs)
         routed = vars(self.module)["forward"]
-        restore(self.module)  # a method that calls the module itself is already inside its wrappers
+        restore(self.module)  # a method that calls the module already runs inside its wrappers
         try:
             return method(*args, **kwargs)
         finally:

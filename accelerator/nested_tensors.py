@@ -65,9 +65,11 @@ def recursively_apply(
 
 
 def _applied(value: Any, func: Callable[[Any], Any], test_type: Callable[[Any], bool], name: str | None) -> Any:
-    """Apply ``func`` as :func:`recursively_apply` does; if ``name`` is not None, it is the function in the error.
+    """Apply ``func`` as :func:`recursively_apply` does.
 
-    A nested function that calls itself would keep ``func``, and the tensors it has seen, until garbage is collected.
+    If ``name`` is not None, other values raise a TypeError that begins with this name. This is not a nested function,
+    because one that calls itself would keep ``func``, and the tensors it has seen, alive until the next garbage
+    collection.
     """
     if test_type(value):
         return func(value)

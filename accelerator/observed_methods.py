@@ -17,7 +17,7 @@ def time_methods(owner: Any, parts: Mapping[str, str], observers: Sequence[OwnLo
 
     Args:
         owner: the object.
-        parts: for each method's name, the part of a training step to which the method's duration is added.
+        parts: the part of a training step that each method's time counts toward, keyed by method name.
         observers: the observers; if there are none, the original methods are restored.
     """
     own = vars(owner)

@@ -116,16 +116,16 @@ def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy
         sized = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
         if sized and len(value) in (own, counting):
             return value[:counting]
-        whole.append(f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__)
+        whole.append(f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else messages.a(value))
         return value
 
     data = cut(data) if objects else recursively_apply(cut, data)
     if strategy.agree(bool(whole) and counting < own):
         messages.warn_once(
-            f"gather_for_metrics got {messages.names(dict.fromkeys(whole), last='and')} for batches of {own} samples, "
-            "and at the end of this loader some processes repeat samples of other processes. Repeated samples are "
-            "removed only from values with one row per sample; in other values, they count twice. Gather one value "
-            "per sample and reduce the result."
+            f"gather_for_metrics got {' and '.join(dict.fromkeys(whole))} for a batch of {own} "
+            f"sample{'s' * (own != 1)}, and at the end of this loader some processes repeat samples of other "
+            "processes. Repeated samples are removed only from values with one row per sample; in other values, they "
+            "count twice. Gather one value per sample and reduce the result."
         )
     return data
 
@@ -189,7 +189,7 @@ def pad_across_processes(
         return data
     if len({len(entry) for entry in found}) > 1:
         raise DistributedOperationException(
-            f"pad_across_processes got a different number of tensors on each rank (in rank order: "
+            f"The number of tensors passed to pad_across_processes differs between ranks (in rank order: "
             f"{', '.join(str(len(entry)) for entry in found)}). Pass the same number on every process."
         )
     for index, column in enumerate(zip(*found, strict=True)):

@@ -87,7 +87,7 @@ class AcceleratedOptimizer(Optimizer):
         """Step if the accumulation window is complete; otherwise do nothing.
 
         Args:
-            closure: for optimizers that need it, a function that computes the loss and calls ``accelerator.backward``.
+            closure: for optimizers that need one, a function that computes the loss and calls ``accelerator.backward``.
         """
         state = self._state_of_gradients
         window = state.window

@@ -79,7 +79,7 @@ class _Enabled(property):
 class ParallelismConfig:
     """Sizes of the dimensions of parallelism. Their product is the number of processes.
 
-    A size of None is taken from the settings (``parallelism_config_...``) or, if they do not set it, is 1.
+    A size of None is taken from the settings (``parallelism_config_...``); if they do not set the size, it is 1.
 
     Args:
         dp_replicate_size: number of copies of the (sharded) model.
@@ -118,7 +118,7 @@ class ParallelismConfig:
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
-        why = "sequences may have any length, and attention is the model's own, without DeepSpeed"
+        why = "sequences may have any length, and the model's own attention is used, without DeepSpeed"
         messages.ignored(type(self).__name__, why, sp_handler=self.sp_handler)
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(

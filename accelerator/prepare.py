@@ -52,13 +52,13 @@ class Prepared:
         strategy: the Accelerator's strategy; each model gets its own copy of the strategy.
         gradient_state: tells optimizers and schedulers when to step.
         shards: whether the strategy replaces parameters with shards.
-        compiler: function that takes a module and returns the function that compiles its forward, or None for no
-            compiling.
+        compiler: function that takes a module and returns the function that compiles the module's forward, or None if
+            the module is not compiled.
         clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
         optimizers: the optimizers that saved states contain.
-        alive: every prepared optimizer that still exists, keyed by its ID. It steps even if states leave it out.
+        alive: every prepared optimizer that still exists, keyed by its ID, including those that saved states leave out.
         unsaved: IDs of the modules that saved states leave out.
         rng_types: RNG states that process 0 broadcasts to all processes when a pass over a loader begins.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
@@ -266,8 +266,8 @@ class Prepared:
                 raise ValueError(
                     f"accelerator.prepare got {messages.a(model)} that shares {shared[0]} with the prepared "
                     f"{type(other.module).__name__}. {type(other.strategy).__name__} shards each model separately, so "
-                    "the two models would train separate copies of it. Put both models in one nn.Module and prepare "
-                    "that module, or use strategy='ddp'."
+                    "the two models would train separate copies of that parameter. Put both models in one nn.Module "
+                    "and prepare that module, or use strategy='ddp'."
                 )
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -324,7 +324,7 @@ class Prepared:
 
     @property
     def _times(self) -> int:
-        """Return the number of steps by which each ``scheduler.step()`` advances a schedule."""
+        """Number of steps by which each ``scheduler.step()`` advances a schedule."""
         alone = not self.step_scheduler_with_optimizer or self.dataloader_config.split_batches
         return 1 if alone or self.scheduler_steps == "per_update" else self.strategy.num_data_ranks
 

@@ -69,7 +69,7 @@ def forgotten() -> Iterator[None]:
 
 
 class _Shared(Mapping[str, Any]):
-    """Mapping for programs that check whether a state already exists; empty as long as no state exists."""
+    """Mapping for programs that check whether a state already exists; empty until a state exists."""
 
     def __init__(self, attribute: str) -> None:
         self._attribute = attribute
@@ -214,7 +214,7 @@ class AcceleratorState:
         mixed_precision: None, or the Accelerator's precision.
 
     Raises:
-        ValueError: there is no Accelerator yet, or it has a different precision.
+        ValueError: there is no Accelerator yet, or the newest one has a different precision.
     """
 
     _shared_state = _Shared("state")
@@ -254,7 +254,7 @@ class AcceleratorState:
 
         Args:
             partial: the Accelerator's PartialState.
-            mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+            mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or the name of another precision.
             **plugins: the Accelerator's plugins by name.
         """
         state = object.__new__(cls)

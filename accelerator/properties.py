@@ -118,7 +118,7 @@ class AcceleratorProperties(Processes):
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are several processes, each with a GPU."""
+        """Whether there are several processes, each with a device other than the CPU."""
         return self.use_distributed and self.device.type != "cpu"
 
     @property

@@ -153,7 +153,7 @@ def load_and_quantize_model(
     for layer in quantized_layers(model).values():
         size = layer.weight.shape if config.load_in_8bit else ((layer.weight.numel() + 1) // 2, 1)
         kind = torch.int8 if config.load_in_8bit else torch.uint8
-        layer.weight.data = torch.empty(size, dtype=kind, device="meta")  # the sizes that a device map is planned with
+        layer.weight.data = torch.empty(size, dtype=kind, device="meta")  # device maps are planned with these sizes
     places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     _fill(model, config, Path(weights_location), places)
     return dispatch_model(model, places, offload_dir=offload_folder)
@@ -179,7 +179,7 @@ def _replace(
     if not layers:
         messages.warn(
             f"{type(model).__name__} has no linear layer to quantize. Some models, such as GPT-2, use other layers "
-            "instead of nn.Linear. Check skip_modules and the model."
+            "instead of nn.Linear. Check skip_modules, or use another model."
         )
     replace_layers(model, layers, config.quantization(), device)
 
@@ -191,7 +191,7 @@ def _wanted_dtype(name: str, tensor: Tensor, config: BnbQuantizationConfig) -> t
 
 
 def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: Mapping[str, Any]) -> None:
-    """Load the weights, quantizing each quantized layer's weights on the layer's device.
+    """Load the weights. Weights of quantized layers are quantized on their layer's device.
 
     All other weights stay mapped from the file until :func:`dispatch_model` moves them.
     """
@@ -211,8 +211,9 @@ def _fill(model: nn.Module, config: BnbQuantizationConfig, path: Path, places: M
             give(model, names[id(own)], own, value.to(_wanted_dtype(name, value, config)))
     if values:
         messages.warn(
-            f"{str(path)!r} contains {len(values)} tensor{'s' * (len(values) > 1)} that {type(model).__name__} does "
-            f"not have and does not use: {', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}."
+            f"{str(path)!r} contains {len(values)} unused tensor{'s' * (len(values) > 1)} that {type(model).__name__} "
+            f"does not have: {', '.join(list(values)[:5])}{', ...' if len(values) > 5 else ''}. Check that the file "
+            "belongs to this model."
         )
 
 

@@ -287,7 +287,7 @@ class Restored:
             self.missing.append(f"{what} {index} ({type(present[index]).__name__})")
         for index in range(len(present), len(saved)):
             name = f" ({names[index]})" if index < len(names) else ""
-            self.missing.append(f"{what} {index}{name} of the state, which has no counterpart in this run")
+            self.missing.append(f"{what} {index}{name} of the saved state, which has no counterpart in this run")
 
     # ---- apply ------------------------------------------------------------------------------------------------
 
@@ -388,7 +388,10 @@ class Restored:
 
 
 def _inner(scheduler: Any) -> Any:
-    """Return the scheduler in a prepared one. Programs written for Accelerate may register one that is not prepared."""
+    """Return the scheduler that a prepared scheduler wraps.
+
+    Programs written for Accelerate may register a scheduler that is not prepared. It is returned unchanged.
+    """
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
 
@@ -398,7 +401,7 @@ def _tell_position(index: int, loaded: LoadedPosition) -> None:
     if loaded.position["last"]:
         messages.info_once(
             f"The state was saved at the last batch of epoch {epoch}, so the next pass over loader {index} is epoch "
-            f"{epoch + 1}. Anything that the loop does between epochs, such as validation, must still be carried out."
+            f"{epoch + 1}. Whatever the loop does between epochs, such as validation, still has to run."
         )
     elif done:
         messages.info_once(
@@ -408,7 +411,7 @@ def _tell_position(index: int, loaded: LoadedPosition) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """Return ``load`` without its result, so that weights that are known to be missing are not reported."""
+    """Wrap ``load`` to return None, so that weights known to be missing are not reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

@@ -1,4 +1,4 @@
-"""Names an Accelerator's state folders, finds the newest, deletes old ones, and moves hook files into place."""
+"""Names an Accelerator's state folders, finds the newest one, deletes old ones, and moves hook files into place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Folders:
     counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
-        """Return the number of the next save, which is higher than that of any other save in the same parent folder."""
+        """Return the next save's number, which is higher than those of all other saves in the same parent folder."""
         if folder.parent not in self.counted:
             self.counted.add(folder.parent)
             found = [known.sequence for state in states_in(folder.parent) if (known := manifest.read_or_none(state))]
@@ -130,10 +130,10 @@ class Folders:
     # ---- how many are kept -------------------------------------------------------------------------------------------
 
     def delete_old(self, newest: Location) -> None:
-        """Delete this node's oldest states beyond ``total_limit``, including states of runs that this run resumed.
+        """Delete this node's oldest states beyond ``total_limit``, including those saved before the run was resumed.
 
         Numbered folders are deleted entirely. In other folders, only the saved files are deleted, and then the folder
-        unless it contains anything else.
+        itself if it is empty.
         """
         limit = self.project.total_limit
         if limit is None:
@@ -144,7 +144,7 @@ class Folders:
         for state in [state for state in order if state.parent != newest][: max(len(order) - max(limit, 1), 0)]:
             try:
                 _delete(state)
-            except FileNotFoundError:  # another node deletes on the same disk
+            except FileNotFoundError:  # another node that shares the disk has deleted it
                 continue
             except OSError as error:
                 tell = messages.warn if self.strategy.is_global_zero else messages.info_anywhere

@@ -185,7 +185,7 @@ class Trackers(list[GeneralTracker]):
         """Create and start all trackers, and log the run's settings. Trackers of an earlier run are closed.
 
         Args:
-            project_name: name of the folder in the logging directory, or of the project at the tracking service.
+            project_name: name of the folder in the logging directory, or of the project in the tracking service.
             config: the run's settings.
             init_kwargs: additional arguments, keyed by tracker name.
             logging_dir: directory to use instead of the Accelerator's logging directory.
@@ -264,7 +264,7 @@ class Trackers(list[GeneralTracker]):
         return {name: state for name, one in found.items() if (state := one.logger.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any], newer: object = None) -> None:
-        """Continue the checkpoint's runs, and drop values recorded after it, because they will be recorded again.
+        """Continue the checkpoint's runs, and drop values recorded after the checkpoint, which will be recorded again.
 
         If ``init_trackers`` has not been called yet, the states are kept until that call. A tracker that has already
         recorded something in this process is not changed.

@@ -28,8 +28,8 @@ def install(*names: str) -> None:
         names: ``"lightning"``, ``"accelerate"`` or both.
 
     Raises:
-        RuntimeError: if the real package has already been imported.
-        ValueError: if Paceline has no replacement for a package.
+        RuntimeError: the real package has already been imported.
+        ValueError: Paceline has no replacement for a package.
     """
     for name in names:
         if name not in PACKAGES:

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     elif program == "-c":
         sys.argv[:] = ["-c", *rest[1:]]
         sys.path[0] = ""
-        sys.modules["__main__"] = ModuleType("__main__")  # where pickle looks for the classes of the code
+        sys.modules["__main__"] = ModuleType("__main__")  # where pickle looks for the code's classes
         exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
         sys.argv[:] = [program, *rest]

@@ -58,7 +58,7 @@ class Package:
         name: the name under which the package is imported.
         version: the version of the package that has these names. Programs see it as the installed version.
         modules: the names in each module, by the module's full name.
-        everywhere: names that every module has as well, because the package's modules import them from each other.
+        everywhere: names that every module also has, because the package's modules import them from each other.
         constants: values by name, for names that Paceline itself does not use.
         aliases: maps names of other packages to the corresponding modules, such as ``pytorch_lightning`` to
             ``lightning.pytorch``.
@@ -178,7 +178,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Create the module, or return the module if it already exists under another name."""
+        """Create the module, or return the existing one if the name is an alias."""
         if not self._imported:
             self._imported = True
             self.package.on_import()
@@ -190,13 +190,13 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return Alias(spec.name, self.package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set the module's version; if the module already exists under another name, restore its spec."""
+        """Set the module's version; if the module was imported under an alias, restore its spec."""
         if module.__spec__ is not None and module.__spec__.loader_state is not None:
             module.__spec__ = module.__spec__.loader_state
         vars(module).setdefault("__version__", self.package.version)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Return the package's distribution that ``context`` requests, or all distributions if it has no name."""
+        """Return the package's distribution that ``context`` names, or all distributions if ``context`` has no name."""
         name = getattr(context, "name", None)
         if name is None and _looks_in_folders(context):
             return []
@@ -257,7 +257,7 @@ def _normal(name: str) -> str:
 
 
 def _name(distribution: importlib.metadata.Distribution) -> str:
-    """Return a distribution's normalized name; read its metadata only if the name of its folder does not contain it."""
+    """Return a distribution's normalized name, reading its metadata only if its folder's name is not enough."""
     return _normal(getattr(distribution, "_normalized_name", None) or distribution.metadata["Name"] or "")
 
 
@@ -285,7 +285,7 @@ def install(package: Package) -> bool:
     """Redirect imports of a package to Paceline. Return False if they were already redirected.
 
     Raises:
-        RuntimeError: if the real package has already been imported.
+        RuntimeError: the real package has already been imported.
     """
     if any(isinstance(finder, Finder) and finder.package is package for finder in sys.meta_path):
         return False

@@ -46,7 +46,7 @@ class MemoryEstimate:
         strategy: name of the strategy.
         num_processes: number of processes.
         batch_size: number of samples in one process's batch; None if no batch was given.
-        weights: bytes of parameters and buffers; with sharding, only of this process's shards.
+        weights: bytes of parameters and buffers; with sharding, only this process's shards.
         gradients: bytes of gradients during the optimizer step.
         optimizer: bytes of the optimizer's state.
         activations: bytes of the batch and of the tensors that forward saves for backward; None if no batch was given,
@@ -103,13 +103,13 @@ def estimate_memory(
     library operations, allocator fragmentation, and the setup of the run.
 
     Args:
-        module: a model or a ``TrainingModule``, possibly on the meta device; it is copied, and so not changed.
+        module: a model or a ``TrainingModule``, possibly on the meta device; the estimate uses a copy.
         batch: one process's batch; if None, only weights, gradients and optimizer state are estimated. A plain module
             gets a mapping as keyword arguments, and a tuple or list as positional arguments.
         optimizer: a name in ``torch.optim``, or a function that creates an optimizer from parameters; None uses
             ``configure_optimizers``, or AdamW for a plain module.
-        loss: ``loss(module, batch)``; None uses ``training_step``, or else the output's ``loss``, or else the mean of
-            the outputs.
+        loss: ``loss(module, batch)``; None uses ``training_step``, or else the output's ``loss``, or else the sum of
+            the outputs' means.
         precision: same as in ``Trainer(precision=...)``.
         strategy: ``"single_device"``, ``"ddp"``, ``"fsdp"``, ``"fsdp_cpu_offload"``, or a ``DDPStrategy`` or
             ``FSDPStrategy``.
@@ -262,7 +262,7 @@ def _train(rehearsal: Rehearsal, owner: str) -> None:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise RuntimeError(
-            f"The memory of a step of {owner} cannot be estimated, because the step raised an error when it ran on "
+            f"The memory that a step of {owner} needs cannot be estimated, because the step raised an error on "
             f"fake tensors, which have shapes but no values: {type(error).__name__}: {first} If the step works with "
             "real tensors, it reads values from tensors, or uses an operation whose output shape torch cannot infer. "
             "Leave out the batch to estimate only weights, gradients and optimizer state."

@@ -39,7 +39,7 @@ PHASES = ("forward", "backward", "optimizer step")
 
 
 class NoLauncher(LocalEnvironment):
-    """Makes this process the first of those that it would start itself, even if a launcher started it."""
+    """Ignores any launcher that started this process, so that the process counts as the first one."""
 
     def cluster(self, num_devices: int, num_nodes: int) -> None:
         return None
@@ -166,7 +166,7 @@ class Rehearsal:
             self.ledger.claim([parameter.grad], "gradients")
 
     def _run(self) -> Run:
-        """Create the run of a Trainer to which the steps belong, and turn off a TrainingModule's logging."""
+        """Create a Trainer's run for the steps, and turn off a TrainingModule's logging."""
         own = self.module if isinstance(self.module, TrainingModule) else None
         trainer = Trainer(
             max_steps=1000,
@@ -262,7 +262,7 @@ class Rehearsal:
 
 
 def clip_value_of(module: TrainingModule) -> float | None:
-    """Return a limit for a module that clips gradients itself, which may compute with the Trainer's; otherwise None."""
+    """Return a clipping value if a module overrides ``configure_gradient_clipping``, which may need it; else None."""
     return None if overridden(module, "configure_gradient_clipping", TrainingModule) is None else 1.0
 
 

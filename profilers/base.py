@@ -150,7 +150,7 @@ class Profiler:
     def path(self, extension: str, *more: str) -> Path:
         """Return the file path for this stage and process; create the folder if needed.
 
-        The name is ``fit-<filename>-<more>-<local rank>.<extension>``, without the rank in a single-process run.
+        The name is ``fit-<filename>-<more>-<local rank><extension>``, without the rank in a single-process run.
         """
         folder = Path(os.getcwd() if self.dirpath is None else self.dirpath)
         folder.mkdir(parents=True, exist_ok=True)

@@ -118,10 +118,10 @@ class PyTorchProfiler(Profiler):
         record_module_names: mark each submodule's forward pass with its name. Has no effect with ``compile``, because
             compiled graphs have no modules.
         table_kwargs: more arguments for the table, such as ``{"max_name_column_width": 80}``.
-        **profiler_kwargs: arguments of ``torch.profiler.profile``: ``activities``, ``schedule`` (None records all
-            steps; by default, for training and each kind of evaluation, one step is skipped, one is a warmup and three
-            are recorded, and a shorter run is recorded completely), ``on_trace_ready``, ``record_shapes``,
-            ``profile_memory``, ``with_stack``, ``with_flops``, ...
+        **profiler_kwargs: arguments of ``torch.profiler.profile``, such as ``activities``, ``on_trace_ready``,
+            ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops`` and ``schedule``. If ``schedule`` is
+            None, all steps are recorded. The default schedule skips one step, uses one for warmup and records three,
+            separately for training and for each kind of evaluation; a shorter run is recorded completely.
 
     Attributes:
         function_events: events of the latest trace, a ``torch.autograd.profiler_util.EventList``; None before the first

@@ -13,7 +13,7 @@ MOST_PARTS = 9
 
 
 class _Running:
-    """A running action: its start time, and the seconds of the actions nested in it."""
+    """A running action: its start time, and the seconds spent in nested actions."""
 
     __slots__ = ("begun", "inside", "name")
 
@@ -80,12 +80,6 @@ class SimpleProfiler(Profiler):
     def summary(self) -> str:
         whole = time.perf_counter() - self.start_time
         times = sorted(self.recorded_durations.items(), key=lambda item: -sum(item[1]))
-        header = ("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
-        rows = [("Total", "-", str(sum(len(t) for _, t in times)), f"{whole:.5g}", "100 %")]
-        rows += [
-            (name, f"{sum(t) / len(t):.5g}", str(len(t)), f"{sum(t):.5g}", f"{100 * sum(t) / whole:.5g}")
-            for name, t in times
-        ]
         if not self.extended:
             header = ("Action", "Mean duration (s)", "Total time (s)")
             rows = [(name, f"{sum(t) / len(t):.5}", f"{sum(t):.5}") for name, t in times]

@@ -70,7 +70,7 @@ class ModelList(MutableSequence[nn.Module]):
         return repr(self._prepared.saved_models)
 
     def insert(self, index: int, value: nn.Module) -> None:
-        """Add a model, behind the others if it is new."""
+        """Add a model at the end, whatever ``index`` is. A model that is already in the list stays where it is."""
         self.replace([*self, value])
 
     def replace(self, models: Iterable[nn.Module]) -> None:
@@ -214,7 +214,7 @@ class Accelerator(accelerator.Accelerator):
         Such a loop does not call ``no_sync`` under DeepSpeed.
 
         Raises:
-            ValueError: if the loop does not count micro-batches, and the DeepSpeed configuration and the Accelerator
+            ValueError: the loop does not count micro-batches, and the DeepSpeed configuration and the Accelerator
                 have different numbers of micro-batches.
         """
         if self.gradient_state.by_hand:

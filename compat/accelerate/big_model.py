@@ -92,7 +92,7 @@ def _set_tensor(
 
 
 def _tell_ties(where: str, tied_params_map: Any) -> None:
-    messages.ignored(where, "it could only save memory", tied_params_map=tied_params_map or None)
+    messages.ignored(where, "it would only save memory", tied_params_map=tied_params_map or None)
 
 
 def named_module_tensors(
@@ -204,7 +204,7 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie the parameters with the given names again, using the first parameter that has values."""
+    """Tie each group of named parameters again, using the group's first parameter that has values."""
     for names in tied_params:
         found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         values = [own_parameters(owner)[key] for owner, key in found]
@@ -373,7 +373,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Call :func:`attach_align_device_hook` for each block. Devices and ``offload`` may be dicts with block names."""
+    """Call :func:`attach_align_device_hook` for each block. Devices and ``offload`` may be dicts keyed by block."""
     _tell_ties("attach_align_device_hook_on_blocks", tied_params_map)
     if not isinstance(execution_device, Mapping):
         execution_device = {module_name: execution_device}

@@ -56,7 +56,7 @@ def _run(command: str, arguments: Namespace, **given: Any) -> None:
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     """Return a parser with the flags of ``paceline launch``, which include Accelerate's flags.
 
-    Flags are parsed to values of the types that they have in Accelerate, such as numbers.
+    Values are converted to the types that they have in Accelerate, such as numbers.
     """
     parser = _parser("launch", launch_command, subparsers)
     for action in set(parser._option_string_actions.values()):
@@ -192,27 +192,27 @@ class BaseConfig:
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> Any:
-        """Read a configuration file. The default is the file in use."""
+        """Read a configuration file (by default, the file in use)."""
         content = cls.process_config(files.load(Path(yaml_file or default_config_file)))
         unknown = sorted(content.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             raise ValueError(
                 f"The configuration file {str(yaml_file or default_config_file)!r} has keys that {cls.__name__} does "
-                f"not have: {unknown}. Remove them, or read the file with paceline.settings.read_file."
+                f"not support: {unknown}. Remove them, or read the file with paceline.settings.read_file."
             )
         return cls(**content)
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str] | None = None) -> Any:
-        """Read a configuration file. The default is the file in use."""
+        """Read a configuration file (by default, the file in use)."""
         return cls.from_yaml_file(json_file)
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Write the settings to a file, in the format that the suffix of its name indicates."""
+        """Write the settings to a file, in the format that the file's suffix indicates."""
         files.write_file(yaml_file, self.to_dict())
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
-        """Write the settings to a file, in the format that the suffix of its name indicates."""
+        """Write the settings to a file, in the format that the file's suffix indicates."""
         self.to_yaml_file(json_file)
 
     @staticmethod
@@ -276,7 +276,7 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command and environment variables of a single process."""
+    """Return the command and environment variables for a single process."""
     return [sys.executable, args.training_script, *args.training_script_args], prepare_multi_gpu_env(args)
 
 
@@ -291,5 +291,5 @@ DYNAMO_BACKENDS = DynamoBackend.list()
 
 
 def _validate_launch_command(args: Namespace) -> tuple[Namespace, None, bool]:
-    """Return the arguments unchanged, because the launcher itself reads the configuration file and checks them."""
+    """Return the arguments unchanged, because the launcher reads the configuration file and checks the arguments."""
     return args, None, str(getattr(args, "mixed_precision", None)) != "None"

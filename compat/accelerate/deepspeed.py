@@ -154,7 +154,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         """Return Paceline's plugin with the values that the script, the settings or the file set.
 
         Raises:
-            ValueError: if a value in ``zero_optimization`` that was not ``"auto"`` was changed after the plugin was
+            ValueError: a value in ``zero_optimization`` that was not ``"auto"`` was changed after the plugin was
                 created.
         """
         built = vars(self).get("_built", {})
@@ -185,7 +185,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return {**found, "gradient_clipping": self.gradient_clipping} if self.gradient_clipping else found
 
     def filled(self, settings: Mapping[str, Any] | None) -> Self:
-        """Return this plugin itself, which has already read the settings, so that scripts see their values."""
+        """Return this plugin itself, because it read the settings when it was created."""
         del settings
         return self
 
@@ -209,7 +209,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace an ``"auto"`` value with the argument of that name; report any other value that differs from it.
+        """Replace an ``"auto"`` value with the argument of that name; report any other value that differs.
 
         Args:
             ds_key_long: dotted name of the value.
@@ -275,7 +275,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             **kwargs: values by dotted names.
 
         Raises:
-            ValueError: if values differ.
+            ValueError: values differ.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for name, value in list((self.deepspeed_config if config is None else config).items()):
@@ -296,7 +296,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
             model: not used.
 
         Raises:
-            NotImplementedError: if ``transformer_moe_cls_names`` is set.
+            NotImplementedError: ``transformer_moe_cls_names`` is set.
         """
         del model
         self.options()
@@ -391,7 +391,7 @@ def _buckets(config: Any) -> dict[str, int]:
 
 
 def _lengths(schedule: DummyScheduler, world: int, split: bool) -> dict[str, Any]:
-    """Return a schedule's values for a DeepSpeed file. Scripts count the steps before loaders are sharded."""
+    """Return a schedule's values for a DeepSpeed file. Scripts count the total steps before loaders are sharded."""
     own, total = schedule.optimizer, schedule.total_num_steps
     return {
         "warmup_min_lr": 0,
@@ -493,7 +493,7 @@ def created(objects: tuple[Any, ...], plugin: Any) -> list[Any]:
     """Replace each DummyOptim and DummyScheduler with the torch object that the filled configuration defines.
 
     Raises:
-        ValueError: if the configuration and the script both define the optimizer or the schedule, or if neither does.
+        ValueError: the configuration and the script both define the optimizer or the schedule, or neither does.
     """
     config = without_auto(plugin.deepspeed_config) if isinstance(plugin, DeepSpeedPlugin) else {}
     optimizers = {id(one): _optimizer(one, config) for one in objects if isinstance(one, DummyOptim)}

@@ -27,7 +27,7 @@ from ...processes.device_transfer import move
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type | None:
-    """Return the class called ``name`` of a module or of one of its submodules; None if there is no such class."""
+    """Return the class named ``name`` of a module or one of its submodules, or None if there is no such class."""
     return next((type(one) for one in module.modules() if type(one).__name__ == name), None)
 
 
@@ -65,14 +65,14 @@ def get_model_tp_size(model: Any) -> int | None:
 
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: Any) -> None:
-    """Raise a ValueError if a model of transformers has layers that need more than a part of a sequence."""
+    """Raise a ValueError if a transformers model has layers that need the whole sequence."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     recurrent = {str(kind) for kind in getattr(text, "layer_types", None) or () if "linear" in str(kind)}
     if recurrent:
         raise ValueError(
-            f"{type(model).__name__} has recurrent layers ({', '.join(sorted(recurrent))}), which need the state of "
-            "the parts of a sequence that are on other processes. Use another model, or do not split its sequences."
+            f"{type(model).__name__} has recurrent layers ({', '.join(sorted(recurrent))}), which need the state "
+            "from sequence parts on other processes. Use another model, or do not split sequences."
         )
 
 
@@ -145,7 +145,7 @@ def get_shape(data: Any) -> Any:
 
 
 def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the shape and the number of the dtype of a tensor that only one process has."""
+    """Return the shape and dtype number (see ``TENSOR_TYPE_TO_INT``) of a tensor that only one process has."""
     found = PartialState().strategy.gather_objects(
         None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
     )

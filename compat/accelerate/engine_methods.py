@@ -165,7 +165,7 @@ class EngineMethods:
 
 
 def _weights(placement: Any, trained_only: bool) -> dict[str, Any]:
-    """Return the full weights of a model (on the main process)."""
+    """Return the full weights of a model, on the main process."""
     module = placement.module
     left_out: set[str] = set()
     if trained_only:

@@ -50,7 +50,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first value of the given environment variables that is a non-negative integer, else ``default``."""
+    """Return the first of the environment variables' values that is a non-negative integer, or else ``default``."""
     found = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in found if number >= 0), default)
 
@@ -91,7 +91,7 @@ def clear_environment() -> Iterator[None]:
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorate a function so that ``ACCELERATE_`` and ``PACELINE_`` variables are restored after each call.
 
-    In a class, and in classes that inherit from it, each test method is decorated.
+    If a class is passed, its test methods and those of its subclasses are decorated.
     """
     return _purging_class(func_or_cls) if isinstance(func_or_cls, type) else _purging(func_or_cls)
 
@@ -135,7 +135,7 @@ def _purging(function: Any) -> Any:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the given libraries that have been imported."""
+    """Return the given libraries that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 

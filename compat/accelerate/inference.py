@@ -38,8 +38,8 @@ def prepare_pippy(
     Args:
         model: the model. torch exports the model's graph with the example inputs, so shapes in the model must not
             depend on the values of tensors.
-        split_points: names of the first modules of the second and later parts; ``"auto"`` makes parts with about the
-            same number of parameters.
+        split_points: names of the first modules of the second and later parts; ``"auto"`` creates parts with roughly
+            equal numbers of parameters.
         no_split_module_classes: names of classes whose modules are not split.
         example_args: example inputs, with the shapes of a batch.
         example_kwargs: example inputs by name.
@@ -105,8 +105,8 @@ def _equal_parts(model: nn.Module, count: int, whole: Sequence[str]) -> list[str
     blocks = [(name, sum(one.numel() for one in block.parameters())) for name, block in _blocks(model, "", whole)]
     if len(blocks) < count:
         raise ValueError(
-            f"prepare_pippy: {type(model).__name__} has {len(blocks)} layers with parameters, but there are {count} "
-            "processes. Start fewer processes, or pass split_points."
+            f"prepare_pippy: {type(model).__name__} has {len(blocks)} layer{'s' * (len(blocks) != 1)} with "
+            f"parameters, but there are {count} processes. Start fewer processes, or pass split_points."
         )
     total, seen, points = sum(size for _, size in blocks), 0, []
     for index, (name, size) in enumerate(blocks):

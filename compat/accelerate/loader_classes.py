@@ -1,4 +1,4 @@
-"""``accelerate``'s loader classes, which programs can instantiate. Prepared loaders are also instances of them."""
+"""``accelerate``'s loader classes, which programs can instantiate. Prepared loaders are instances of them too."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def prepared(
 
 
 def _own_shards(loader: DataLoader[Any], strategy: Strategy) -> DataLoader[Any]:
-    """Make each process read its own files of a ``datasets`` stream, if they can be divided equally."""
+    """Make each process read its own files of a ``datasets`` stream, if the files can be divided equally."""
     dataset: Any = loader.dataset
     world, shards = strategy.num_data_ranks, getattr(dataset, "num_shards", None)
     if world == 1 or not shards or shards % world or not type(dataset).__module__.startswith("datasets."):

@@ -1,4 +1,4 @@
-"""``accelerate``'s search for a batch size that fits in memory, with another reduction factor than Paceline's."""
+"""``accelerate``'s search for a batch size that fits in memory. Its reduction factor differs from Paceline's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Like ``paceline.find_executable_batch_size``, but each batch size that is tried is 0.9 times the previous one."""
+    """Like ``paceline.find_executable_batch_size``, but each attempt uses 0.9 times the previous batch size."""
     if function is None:
         return functools.partial(
             find_executable_batch_size,

@@ -28,9 +28,10 @@ from .probes import is_peft_model
 
 
 class NoSync:
-    """The ``no_sync`` method of a prepared model whose gradients are averaged, as of a DistributedDataParallel.
+    """The ``no_sync`` method of a prepared model, like DistributedDataParallel's.
 
-    Copies of the model are not prepared, so their method does nothing.
+    Only models whose gradients are averaged have this method. In copies of the model, which are not prepared, it does
+    nothing.
 
     Args:
         accelerator: the Accelerator that prepared the model.

@@ -83,7 +83,7 @@ def wait_for_everyone() -> None:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object as ``accelerator.save`` does; with ``save_on_each_node``, on the first process per machine."""
+    """Write an object as ``accelerator.save`` does; with ``save_on_each_node``, on each machine's first process."""
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
         save_object(obj, f, safe_serialization)

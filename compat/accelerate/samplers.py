@@ -54,7 +54,7 @@ class BatchSamplerShard(BatchSampler):
             short on some processes.
 
     Raises:
-        ValueError: if ``split_batches`` is set and batches of this size cannot be split equally.
+        ValueError: ``split_batches`` is set and batches of this size cannot be split equally.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Total number of batches of all processes."""
+        """Total number of batches across all processes."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Args:
         dataset: dataset that yields the samples of all processes.
-        batch_size: samples per batch of one process, or of all processes together with ``split_batches``.
+        batch_size: number of samples in a batch of one process or, with ``split_batches``, of all processes together.
         drop_last: whether to drop samples that do not fill a batch on every process; otherwise samples from the
             beginning are repeated.
         num_processes: number of processes.
@@ -162,7 +162,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: whether ``batch_size`` counts the samples of all processes.
 
     Raises:
-        ValueError: if ``split_batches`` is set and batches of this size cannot be split equally.
+        ValueError: ``split_batches`` is set and batches of this size cannot be split equally.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Return the number of samples per round for all processes together, and for one process."""
+        """Number of samples per round for all processes together, and for one process."""
         if self.split_batches:
             return self.batch_size, self.batch_size // self.num_processes
         return self.batch_size * self.num_processes, self.batch_size

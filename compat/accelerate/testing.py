@@ -168,7 +168,7 @@ class MockingTestCase(unittest.TestCase):
     """A test case that starts mocks and stops them after each test."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """Start one mock or several."""
+        """Start one or more mocks."""
         self.mocks = mocks if isinstance(mocks, (tuple, list)) else [mocks]
         for one in self.mocks:
             one.start()
@@ -229,7 +229,7 @@ def pytest_xdist_worker_id() -> int:
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """Return a path within the folder of the replaced package's modules."""
+    """Return a path inside the folder of Paceline's replacement for ``accelerate``."""
     return Path(__file__).resolve().parent.joinpath(*components)
 
 

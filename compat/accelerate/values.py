@@ -70,7 +70,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return an object's attribute at a dotted name, such as ``"layer.weight"``."""
+    """Return an object's attribute by its dotted name, such as ``"layer.weight"``."""
     for name in attr.split("."):
         obj = getattr(obj, name)
     return obj

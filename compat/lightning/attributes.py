@@ -1,4 +1,4 @@
-"""Attributes and methods of Lightning's classes that Paceline's classes do not have, and variables that it sets."""
+"""Adds attributes and methods of Lightning's classes to Paceline's, and enables Lightning's variables for seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...trainer.module import TrainingModule
 
 
 def install() -> None:
-    """Add the attributes and methods to Paceline's classes."""
+    """Add the attributes and methods, and enable the environment variables for seeds that begin with ``PL_``."""
     seed.OTHER_PREFIXES.append("PL")
     stopping: Any = EarlyStopping
     stopping.mode_dict = {"min": torch.lt, "max": torch.gt}

@@ -43,7 +43,7 @@ _RAISING = {
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
 }
-#: Prefixes of the names of profiled actions: Paceline's, and the corresponding ones in Lightning.
+#: Prefixes of profiled actions' names in Paceline, and the corresponding prefixes in Lightning.
 _ACTIONS = {
     "[TrainingModule]": "[LightningModule]",
     "[DataModule]": "[LightningDataModule]",
@@ -351,7 +351,7 @@ def _logged(trainer: Any, sent: Callable[[Any], Mapping[str, float]]) -> dict[st
 
 
 def _log_dir(run: Any, own: Callable[[Any], str | None]) -> str | None:
-    """Return the run's folder: the ``save_dir`` of a program's own logger, because its ``log_dir`` is None."""
+    """Return the run's folder. For a program's own logger without a ``log_dir``, this is the logger's ``save_dir``."""
     logger = run.trainer.logger
     found = own(run)
     return logger.save_dir if found is None and isinstance(logger, Logger) else found
@@ -428,7 +428,7 @@ def _counting_batches(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counting_unstepped(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of a step to count an ``optimizer_step`` of the module that only ran the closure."""
+    """Wrap a step's constructor to also count calls of the module's ``optimizer_step`` that only run the closure."""
 
     def call(one: Any, *args: Any) -> None:
         init(one, *args)

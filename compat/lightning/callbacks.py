@@ -99,7 +99,7 @@ def in_folder_of_logger(folder: Callable[[Any, Any], str]) -> Callable[[Any, Any
         logger = trainer.logger
         if keeper._given_dirpath or getattr(type(logger), "log_dir", None) is not Logger.log_dir:
             return folder(keeper, trainer)
-        getattr(logger, "experiment", None)  # a logger may know its version only from then on
+        getattr(logger, "experiment", None)  # some loggers choose their version only at this point
         version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
         root = logger.save_dir or trainer.default_root_dir
         return storage.absolute(storage.join(os.fspath(root), str(logger.name), version, "checkpoints"))

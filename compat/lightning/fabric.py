@@ -134,7 +134,7 @@ class Fabric:
             return launcher(begin, self, function, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Override this method with the program to run. Calling it first starts the processes."""
+        """Override this method with the program to run. Calling it starts the processes first."""
 
     def _launch_and_run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._launch(_run, run, args, kwargs)
@@ -224,7 +224,7 @@ class Fabric:
         return wrapped
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Set up optimizers of modules that have been set up. Return the optimizer, or a tuple if there are several."""
+        """Set up optimizers whose modules have been set up. Return the optimizer, or a tuple if there are several."""
         self._refuse_wrapped("setup_optimizers", *optimizers)
         found = [self.accelerator_of_loop.prepare_optimizer(one) for one in optimizers]
         self._watch(found)
@@ -245,7 +245,7 @@ class Fabric:
             The loader, or a list if several were passed.
 
         Raises:
-            ValueError: if no loader was passed.
+            ValueError: no loader was passed.
         """
         if not dataloaders:
             raise ValueError("setup_dataloaders() got no loader to set up. Pass at least one.")
@@ -317,7 +317,7 @@ class Fabric:
         if error_if_nonfinite and accelerator.scaler is None and not math.isfinite(float(norm)):
             raise RuntimeError(
                 f"fabric.clip_gradients: the gradient norm is {float(norm)}, so the gradients cannot be clipped. Find "
-                "out which loss is the first that is not finite, or pass error_if_nonfinite=False."
+                "the first loss that is not finite, or pass error_if_nonfinite=False."
             )
         return norm
 
@@ -403,9 +403,9 @@ class Fabric:
 
         Args:
             path: path of the file.
-            state: the values to write, by name. For modules and optimizers that have been set up, their states are
-                written.
-            filter: dict from names in ``state`` to functions ``f(key, value)``, which return True for entries to keep.
+            state: the values to write, by name. For modules, optimizers and other objects with a ``state_dict``, their
+                states are written.
+            filter: maps names in ``state`` to functions ``f(key, value)`` that return True for the entries to keep.
         """
         filter = _checked_filter(state, filter or {})
         found = {}

@@ -1,6 +1,6 @@
 """Fabric's loggers, whose first argument is ``root_dir``, and Fabric's ``ThroughputMonitor``.
 
-Command lines select a logger by its class name, so these classes have other names than Paceline's loggers.
+Command lines select a logger by its class name, so these classes and Paceline's loggers have different names.
 """
 
 from __future__ import annotations

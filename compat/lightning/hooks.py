@@ -32,7 +32,7 @@ class Unlisted:
 
 
 def list_only_hooks() -> None:
-    """Hide those functions of ``Callback`` that Lightning's ``Callback`` does not have."""
+    """Hide the functions of ``Callback`` that Lightning's ``Callback`` does not have."""
     for name in (*OTHER_METHODS, "log", "log_dict"):
         if not name.endswith("state_dict"):
             setattr(Callback, name, Unlisted(vars(Callback)[name]))
@@ -79,7 +79,7 @@ def _without_section(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def call(*args: Any) -> None:
         checkpoint = args[-1]
-        shown = {key: value for key, value in checkpoint.items() if key != _SECTION}  # the hook may keep it
+        shown = {key: value for key, value in checkpoint.items() if key != _SECTION}  # the hook may keep this copy
         method(*args[:-1], shown)
         hidden = {_SECTION: checkpoint[_SECTION]} if _SECTION in checkpoint else {}
         checkpoint.clear()

@@ -1,4 +1,4 @@
-"""Arguments that contradict each other: Lightning accepts them, so they are a warning instead of an error."""
+"""Warnings instead of errors for contradictory arguments that Lightning accepts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...trainer import arguments
 
 
 def install() -> None:
-    """Replace the checks of arguments that Lightning does not have."""
+    """Replace argument checks that Lightning does not perform."""
     arguments.check_overfitting = overfitting_wins(arguments.check_overfitting)
     arguments.check_range = maximum_wins(arguments.check_range)
     arguments.check_clipping = clipping_needs_a_value(arguments.check_clipping)
@@ -31,7 +31,7 @@ def overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def maximum_wins(check: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``check`` to warn about a minimum of epochs or steps above the maximum, which ends the fit."""
+    """Wrap ``check`` to only warn if the minimum number of epochs or steps exceeds the maximum."""
 
     def warn(unit: str, least: int | None, most: int | None) -> None:
         try:
@@ -43,12 +43,15 @@ def maximum_wins(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def clipping_needs_a_value(check: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``check`` to warn about an algorithm for clipping without a value, which clips nothing."""
+    """Wrap ``check`` to warn about a clipping algorithm without a clipping value, which has no effect."""
 
     def warn(value: Any, algorithm: str | None) -> None:
         if value is None and algorithm is not None:
             check(1.0, algorithm)
-            messages.warn(f"Trainer(gradient_clip_algorithm={algorithm!r}) clips nothing without gradient_clip_val.")
+            messages.warn(
+                f"Trainer(gradient_clip_algorithm={algorithm!r}) has no effect without gradient_clip_val. Set "
+                "gradient_clip_val, or leave out gradient_clip_algorithm."
+            )
         else:
             check(value, algorithm)
 

@@ -69,7 +69,7 @@ def lightning_hasattr(model: Any, attribute: str) -> bool:
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
-    """Return an attribute of the DataModule if it has the attribute, or else of the hyperparameters or the module."""
+    """Return an attribute from the DataModule, or else from the hyperparameters, or else from the module."""
     owner = _owner(model, attribute)
     return owner[attribute] if isinstance(owner, dict) else getattr(owner, attribute)
 
@@ -88,8 +88,8 @@ def _owner(model: Any, attribute: str) -> Any:
     owners = _owners(model, attribute)
     if not owners:
         raise AttributeError(
-            f"{attribute!r} is not an attribute or hyperparameter of {type(model).__name__}, and not an attribute of "
-            "its DataModule. Check the name."
+            f"{attribute!r} is not an attribute or hyperparameter of {type(model).__name__}, nor an attribute of its "
+            "DataModule. Check the name."
         )
     return owners[-1]
 
@@ -184,7 +184,7 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
     """Replace tensors on the meta device with real ones on ``device``, and initialize the submodules that own them.
 
     Raises:
-        TypeError: if such a submodule has no ``reset_parameters``.
+        TypeError: such a submodule has no ``reset_parameters``.
     """
     for name, inner in module.named_modules():
         own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
@@ -212,8 +212,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Return the indices of ``num_devices`` GPUs on which a tensor can be created, or of all such GPUs for -1.
 
     Raises:
-        ValueError: if ``num_devices`` is larger than the number of GPUs.
-        RuntimeError: if too few GPUs are usable.
+        ValueError: ``num_devices`` is larger than the number of GPUs.
+        RuntimeError: too few GPUs are usable.
     """
     seen = CUDA_KIND.count()
     if num_devices > seen:
@@ -304,12 +304,12 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
 
 
 def is_shared_filesystem(strategy: Any, path: str | os.PathLike[str] | None = None, timeout: int = 3) -> bool:
-    """Return True if all processes see the same files below ``path``. Must be called in all processes.
+    """Return True if all processes see the same files below ``path``. Every process must call this.
 
     Args:
         strategy: the strategy of a Trainer or a Fabric.
         path: an existing file or folder; None means the working directory.
-        timeout: maximum seconds until the other processes see a file that process 0 has created.
+        timeout: maximum number of seconds to wait until the other processes see a file that process 0 has created.
     """
     if getattr(strategy, "world_size", 1) == 1 or (path is not None and not is_local(path)):
         return True
@@ -341,7 +341,7 @@ def extract_batch_size(batch: Any) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
     Raises:
-        ValueError: if the batch has no tensor.
+        ValueError: the batch has no tensor.
     """
     size = batch_size_of(batch)
     if size is None:
@@ -374,7 +374,7 @@ class LightningEnum(str, Enum):
         """Return the member with this name (``source="key"``), this value (``"value"``), or either of them (``"any"``).
 
         Raises:
-            ValueError: if there is no such member.
+            ValueError: there is no such member.
         """
         for name, member in cls.__members__.items():
             if source in ("key", "any") and name.lower() == value.lower():
@@ -407,7 +407,7 @@ def convert_tensors_to_scalars(data: Any) -> Any:
     """Convert tensors of one element to numbers, in nested dicts, lists and tuples.
 
     Raises:
-        ValueError: if a tensor does not have exactly one element.
+        ValueError: a tensor does not have exactly one element.
     """
     if isinstance(data, Tensor):
         if data.numel() != 1:

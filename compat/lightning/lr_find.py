@@ -20,7 +20,7 @@ def install() -> None:
 
 
 def rate(test: Any, step: int) -> float:
-    """Return the learning rate for a step (0-based). The rate rises twice as far after step 0 as after later steps."""
+    """Return the learning rate for a step (0-based). The rate rises twice as much after step 0 as after later steps."""
     share = (step + 1) / test.num_training if step else 0
     if test.mode == "linear":
         return test.min_lr + (test.max_lr - test.min_lr) * share
@@ -28,7 +28,7 @@ def rate(test: Any, step: int) -> float:
 
 
 def ends_early(curve: Any) -> bool:
-    """Return True at the end of the Trainer's last epoch: ``max_epochs`` limits the test too."""
+    """Return True at the end of the Trainer's last epoch, because ``max_epochs`` also limits the test."""
     trainer, state = curve.run.trainer, curve.run.state
     return bool(trainer.is_last_batch) and 0 <= trainer.max_epochs <= state.epoch + 1
 

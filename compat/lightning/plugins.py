@@ -203,8 +203,8 @@ _FSDP = {
 def take_arguments(strategy: Any) -> None:
     """Make a strategy's constructor accept Lightning's additional arguments.
 
-    ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment`` are used by the strategy; ``accelerator`` and
-    ``parallel_devices`` duplicate the Trainer's arguments.
+    The strategy uses ``precision_plugin``, ``checkpoint_io``, ``cluster_environment`` and, if it is distributed,
+    ``parallel_devices``. ``accelerator`` is ignored.
     """
     init = strategy.__init__
     shards = "fsdp" in strategy.names
@@ -229,7 +229,7 @@ def take_arguments(strategy: Any) -> None:
         if devices and isinstance(self, DistributedStrategy):
             self.devices = list(devices)
 
-    take.__annotations__ = init.__annotations__  # if they were assigned, wraps() of Python 3.14 omits them
+    take.__annotations__ = init.__annotations__  # wraps() in Python 3.14 omits assigned annotations
     vars(take)["__signature__"] = _typed(init)
     strategy.__init__ = take
 
@@ -268,7 +268,7 @@ def _classes(policy: Any) -> Any:
 
 
 def _typed(init: Callable[..., Any]) -> inspect.Signature:
-    """Return a constructor's signature with resolved types, for command lines. A mesh may also be two sizes."""
+    """Return a constructor's signature with resolved types, for command lines. A mesh may also be a pair of sizes."""
     signature = inspect.signature(init)
     try:
         types = typing.get_type_hints(init)

@@ -33,7 +33,7 @@ _ATTRIBUTES = ("limits_training", "monitors_metrics", "runs_first", "runs_in_tri
 def is_logger(value: Any) -> bool:
     """Return True if a Trainer can log to an object, which is the case for a Logger or a mock.
 
-    If ``logger`` is a mock, it receives the attributes that only Paceline's loggers have.
+    If ``value`` is a mock, it receives the attributes that only Paceline's loggers have.
     """
     mock = sys.modules.get("unittest.mock")
     if isinstance(value, Logger) or mock is None or not isinstance(value, mock.NonCallableMock):
@@ -47,7 +47,7 @@ def is_logger(value: Any) -> bool:
 
 
 def complete_mocks(callbacks: list[Any]) -> None:
-    """Give every ``Mock(spec=Callback)`` the attributes that only Paceline's callbacks have, not Lightning's."""
+    """Give every ``Mock(spec=Callback)`` the attributes that Paceline's callbacks have but Lightning's do not."""
     mock = sys.modules.get("unittest.mock")
     if mock is None:
         return

@@ -97,9 +97,9 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
         )
     if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
         messages.warn(
-            f"{name} keeps its workers (persistent_workers=True, pin_memory=True) and is recreated every "
-            f"{trainer.reload_dataloaders_every_n_epochs} epochs, so the old workers may stay alive. Leave out "
-            "persistent_workers, pin_memory or reload_dataloaders_every_n_epochs."
+            f"{name} keeps its workers (persistent_workers=True, pin_memory=True) and is recreated during "
+            f"training (reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}), so the old "
+            "workers may stay alive. Leave out persistent_workers, pin_memory or reload_dataloaders_every_n_epochs."
         )
 
 
@@ -112,7 +112,7 @@ def _sizes(datamodule: DataModule, hook: str) -> str:
     method = overridden(datamodule, hook, DataModule)
     try:
         loaders = None if method is None else method()
-    except Exception:  # the datasets are created in setup
+    except Exception:  # datasets may be created only in setup
         loaders = None
     if loaders is None:
         return "None"

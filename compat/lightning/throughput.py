@@ -1,4 +1,4 @@
-"""Lightning's ThroughputMonitor, which computes and logs values at other times than Paceline's monitor."""
+"""Lightning's ThroughputMonitor, which computes and logs values at different times from Paceline's monitor."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor):
 
 
 class _Clock:
-    """Counts batches and measures time for a :class:`Throughput`. The time starts when this object is created."""
+    """Counts batches and measures time for a :class:`Throughput`, starting when this object is created."""
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput

@@ -1,7 +1,7 @@
-"""Views of a run under the names of those private objects of Lightning that libraries read.
+"""Views of a run, under the names of Lightning's private objects that libraries read.
 
 The first time a name is read, a debug message gives the public replacement. Reading a name that has no meaning in
-Paceline raises an AttributeError, which gives a replacement too.
+Paceline raises an AttributeError that gives a replacement.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class View:
 
 
 class Progress:
-    """Counts how often batches, epochs or the like were started and finished, in this run and in total. Read-only.
+    """Read-only counts of batches, epochs or steps that were started and finished, in this run and in total.
 
     Attributes:
-        total: the counts in all epochs and runs; by default equal to :attr:`current`, because a resumed run continues
+        total: the counts over all epochs and runs; by default equal to :attr:`current`, because a resumed run continues
             its counters.
-        **more: what else Lightning's class for these counts has.
+        **more: other attributes of Lightning's corresponding class.
     """
 
     ready: int
@@ -102,7 +102,7 @@ class Progress:
 
     @property
     def current(self) -> Progress:
-        """The counts in this run, and for batches in this epoch."""
+        """The counts in this run or, for batches, in this epoch."""
         return self
 
     def __repr__(self) -> str:
@@ -128,7 +128,7 @@ def _batches(trainer: Trainer) -> Progress:
 
 
 def _is_done(trainer: Trainer) -> bool:
-    """Return True if the fit has reached a limit, has nothing to train, or stops because it was asked to."""
+    """Return True if the fit has reached a limit, has nothing to train, or is stopping because of ``should_stop``."""
     fit, state = trainer.current_run.fit, trainer.state
     if fit is None:
         return False
@@ -138,7 +138,7 @@ def _is_done(trainer: Trainer) -> bool:
 
 
 def _epoch_is_done(trainer: Trainer) -> bool:
-    """Return True from the start of an epoch's last batch on, and after the fit."""
+    """Return True from the start of an epoch's last batch onward, and after the fit."""
     return _is_done(trainer) or trainer.state.is_last_batch
 
 
@@ -396,7 +396,7 @@ class CallbackConnector(View):
 class AcceleratorConnector:
     """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
-    The constructor accepts the same arguments as a Trainer.
+    The constructor accepts some of the Trainer's arguments.
 
     Attributes:
         strategy: the chosen Strategy.
@@ -523,7 +523,7 @@ VIEWS: dict[str, Callable[[Trainer], Any]] = {
 #: Attributes of Lightning's Trainer that cannot be read here, and what to use instead.
 _ABSENT = {
     "_results": "Read trainer.callback_metrics or trainer.logged_metrics",
-    "_signal_connector": "Paceline handles the signals itself. Use on_exception of a Callback",
+    "_signal_connector": "Paceline handles signals itself. Use a Callback's on_exception",
 }
 
 

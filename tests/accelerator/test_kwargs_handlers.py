@@ -90,7 +90,7 @@ def test_a_handler_outside_of_a_list_is_refused() -> None:
 def test_recipes_for_8_bits_of_other_packages_can_be_made_but_not_used(kind: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"{kind.__name__}.*not supported. Pass AORecipeKwargs"):
         sort_handlers([kind()])
-    with pytest.raises(ValueError, match=r"has two recipes for 8 bits: AORecipeKwargs\(.*TERecipeKwargs\("):
+    with pytest.raises(ValueError, match=r"has two 8-bit recipes: AORecipeKwargs\(.*TERecipeKwargs\("):
         sort_handlers([AORecipeKwargs(), TERecipeKwargs()])
 
 

@@ -188,5 +188,5 @@ def test_local_sgd_refuses_what_it_cannot_average() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="Linear that this accelerator has not prepared"):
         LocalSGD(accelerator, model, 2)
-    with pytest.raises(ValueError, match=r"must be 1 or more"):
+    with pytest.raises(ValueError, match=r"is less than 1"):
         LocalSGD(accelerator, accelerator.prepare(model), 0)

@@ -162,7 +162,7 @@ def test_u5_what_was_reduced_before_comes_back_whole_with_one_warning_and_number
         assert histograms == [10, 10]
         assert rows == list(range(9))
     (said,) = first[4]
-    assert "got 'a tensor of shape (5,)' for batches of 1 samples" in said
+    assert "got a tensor of shape (5,) for a batch of 1 sample," in said
     assert second[4] == []
 
 

@@ -152,7 +152,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     del weights["norm.bias"], weights["block.0.weight"]
     save_file(weights | {"more": torch.ones(1)}, tmp_path / "model.safetensors")
     with (
-        pytest.warns(PacelineWarning, match=r"contains 1 tensor that Model does not have and does not use: more"),
+        pytest.warns(PacelineWarning, match=r"contains 1 unused tensor that Model does not have: more"),
         pytest.raises(RuntimeError, match=r"Model has no values for 2 of its tensors: block.0.weight, norm.bias"),
     ):
         load_and_quantize_model(empty(), CONFIGS["nf4"], tmp_path)

@@ -198,7 +198,7 @@ def test_u7_what_the_state_has_and_the_loop_has_not_is_named(tmp_path: Path) -> 
         less.load_state(tmp_path / "s")
     text = str(caught[0].message)
     for part in ("optimizer 0 (AdamW)", "scheduler 0 (StepLR)", "loader 0", "registered object 0 (Counter)"):
-        assert f"{part} of the state, which has no counterpart in this run" in text
+        assert f"{part} of the saved state, which has no counterpart in this run" in text
 
 
 def test_another_optimizer_or_model_is_an_error_that_names_it(tmp_path: Path) -> None:

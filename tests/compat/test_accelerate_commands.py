@@ -138,7 +138,7 @@ def test_a_configuration_is_written_and_read(tmp_path: Path, suffix: str) -> Non
     config = commands.ClusterConfig.process_config(old)
     assert (config["mixed_precision"], config["dynamo_config"], config["num_processes"]) == ("fp16", {}, 1)
     path.write_text(json.dumps({**config, "nodes": 3}))
-    with pytest.raises(ValueError, match=r"keys that ClusterConfig does not have: \['nodes'\]"):
+    with pytest.raises(ValueError, match=r"keys that ClusterConfig does not support: \['nodes'\]"):
         commands.ClusterConfig.from_json_file(json_file=path)
 
 

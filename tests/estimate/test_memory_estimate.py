@@ -149,7 +149,7 @@ def test_a_step_that_reads_values_is_guessed_and_one_that_cannot_run_says_why() 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return super().training_step(batch[batch.sum(1) > 0], batch_idx)
 
-    with pytest.raises(RuntimeError, match=r"a step of Chooses cannot be estimated.*Leave out the batch"):
+    with pytest.raises(RuntimeError, match=r"a step of Chooses needs cannot be estimated.*Leave out the batch"):
         estimate_memory(Chooses(), torch.empty(4, 512))
 
 

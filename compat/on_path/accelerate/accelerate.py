@@ -3,6 +3,6 @@
 import importlib
 import sys
 
-if "." not in __name__:  # found on the path, not as a part of Paceline
+if "." not in __name__:  # imported from the path, not as part of Paceline
     del sys.modules[__name__]
     importlib.import_module("paceline.compat").found_on_path(__name__)
