@@ -157,7 +157,7 @@ class Saver:
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the checkpoint that further training does not change.
 
-        If a value cannot be stored in a file, this method raises the error, rather than the writer thread.
+        If a value cannot be stored in a file, this method raises the error, so that the writer thread does not.
         """
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 

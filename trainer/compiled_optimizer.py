@@ -94,7 +94,7 @@ class _Data:
         self.tensor, self.number = torch.zeros((), dtype=kind, device=device), 0.0
 
     def now(self, number: Any) -> Tensor:
-        """Set the tensor to ``number`` and return it. A tensor that the user passed is returned without a change."""
+        """Set the tensor to ``number`` and return it. A tensor that the user passed is returned unchanged."""
         if isinstance(number, Tensor):
             return number
         if number != self.number:

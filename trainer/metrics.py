@@ -35,7 +35,7 @@ Result = tuple[int | None, Record, Tensor | float]
 
 
 class Evaluated(NamedTuple):
-    """The names that the latest evaluation logged, and after how many training batches."""
+    """The names that the latest evaluation logged, and the number of training batches before it."""
 
     batches: int
     names: list[str]
@@ -296,7 +296,7 @@ class MetricStore:
         return self._evaluated.names if self._evaluated.batches == self.state.batches else ()
 
     def is_step_value(self, name: str) -> bool:
-        """Return True if the value to monitor under ``name`` is the last training step's, and never an evaluation's."""
+        """Return True if the value to monitor under ``name`` always comes from a training step, not an evaluation."""
         logged = [
             (stage, record)
             for stage, record in self.known()
@@ -307,7 +307,7 @@ class MetricStore:
         )
 
     def give(self, name: str, value: Tensor | float) -> None:
-        """Let callbacks monitor a value that ``self.log`` did not log."""
+        """Let callbacks monitor a value that was not logged with ``self.log``."""
         self._finished[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
     def progress_bar_metrics(self) -> dict[str, float]:

@@ -179,7 +179,7 @@ class ModuleHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device and return it. Override this for batch types that Paceline does not know."""
+        """Move a batch to the device and return it. Override this for batch types that Paceline does not support."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

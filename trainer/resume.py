@@ -218,7 +218,7 @@ class Resumed:
             self._set((self.own or {}).get("random"), self._seed)
 
     def _waiting(self) -> tuple[dict[str, Any], str]:
-        """Return gradients of a manual step for this rank if the saved run had other ranks, and their description."""
+        """Merge gradients that wait for a manual step if the number of ranks has changed; also describe the result."""
         saved = [kept["gradients"] or {} for kept in self.ranks]
         if self._alike or self.run.module.automatic_optimization or not any(saved):
             return {}, ""
@@ -247,7 +247,7 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Restore the loader's state; return True if it then knows its position, so that no batch has to be skipped."""
+        """Restore the loader's state; return True if that includes its position, so that no batch must be skipped."""
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

@@ -199,8 +199,8 @@ def _unwrapped(module: Any) -> Any:
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
-        f"The module was passed wrapped in {type(module).__name__}. It has been unwrapped, because the strategy does "
-        "the wrapping itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
+        f"The module was passed wrapped in {type(module).__name__}. It has been unwrapped, because the strategy wraps "
+        "it itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 
@@ -265,8 +265,8 @@ def end_logging(run: Run) -> None:
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
     """Add the callbacks from ``configure_callbacks``; each replaces the Trainer's callbacks of the same type.
 
-    They stay until another module runs: a second run with the same module keeps them, because a ``ModelCheckpoint``
-    among them knows its best file. Once another module runs, they are removed, and those that they replaced return.
+    A second run with the same module keeps them, because a ``ModelCheckpoint`` among them remembers its best file. When
+    another module runs, they are removed, and the callbacks that they replaced are put back.
     """
     if run.trainer.brought_callbacks is not None:
         owner, before, added = run.trainer.brought_callbacks
@@ -350,13 +350,14 @@ def prepare_data(run: Run) -> None:
 
 
 def asked_path(run: Run, request: Request, reused: bool) -> Any:
-    """Return the checkpoint to load, as passed or set on the trainer. ``"best"`` is resolved before callbacks change.
+    """Return the checkpoint to load, as passed or set on the trainer.
 
-    If the module is ``reused`` from the previous run, an evaluation loads that run's best checkpoint by default.
+    If the module is ``reused`` from the previous run, an evaluation loads that run's best checkpoint by default. In a
+    job that SLURM requeued, a fit uses ``"auto"``. A fit that ``paceline doctor`` examines loads no checkpoint, because
+    a resumed fit may have nothing left to train.
 
-    ``"last"`` and ``"auto"`` are resolved later, when it is known where this run's callbacks save. In a job that SLURM
-    requeued, a fit uses ``"auto"``. A fit that ``paceline doctor`` examines loads no checkpoint, because a resumed fit
-    may have nothing left to train.
+    ``"best"`` is resolved here, before the callbacks change. ``"last"`` and ``"auto"`` are resolved later, when it is
+    known where this run's callbacks save.
     """
     if request.trial or (request.fn == "fit" and Plan.found() is not None):
         return None
@@ -463,7 +464,7 @@ def setup_optimizers(run: Run) -> None:
 def connected(
     run: Run, optimizers: list[Optimizer], configs: list[SchedulerConfig]
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Pass the optimizers and schedulers to ``connect`` of the user's own Precision, and return what it returns."""
+    """Return the optimizers and schedulers, replaced by ``connect`` of the Precision if the user overrides it."""
     precision = run.strategy.precision
     if "connect" not in precision.overrides:
         return optimizers, configs
@@ -482,8 +483,8 @@ def connected(
     model, optimizers, configs = returned
     if model is not given:
         raise TypeError(
-            f"{owner} returned a different module than it was given ({type(given).__name__}). Change the module in "
-            "place, or override convert_module."
+            f"{owner} returned a different module than the one it received ({type(given).__name__}). Change the module "
+            "in place, or override convert_module."
         )
     if run.module.automatic_optimization:
         check_together(run.module, optimizers, f"{owner} returned")

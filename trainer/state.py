@@ -15,7 +15,7 @@ class Pending(str, Enum):
     NOTHING = ""  # the next batch can be trained on
     SCHEDULERS = "schedulers"  # everything that follows a batch: schedulers, logging, validation, plateau schedulers
     LOGGING = "batch"  # the same, starting with logging
-    VALIDATION = "validation"  # the same, starting with the validation, which had begun
+    VALIDATION = "validation"  # the same, starting with the validation, which had already begun
     PLATEAUS = "plateaus"  # the same, starting with the plateau schedulers
     EPOCH_VALUES = "values"  # the work after ``on_train_epoch_end``
     TRAIN_END = "end"  # the end of training, if this was the last epoch

@@ -264,7 +264,7 @@ class Trainer:
     def _place(self, plugins: Plugins, *where: Any) -> None:
         """Choose the strategy for the device arguments in ``where``, and use the parts that ``plugins`` contains."""
         self.strategy = choose_strategy(*where, plugins=plugins.precision, environment=plugins.environment)
-        #: What makes layers use the batches of all processes, besides ``sync_batchnorm``; or None.
+        #: The user's object that makes layers use the batches of all processes; None for ``sync_batchnorm``.
         self.layer_sync = plugins.layer_sync
         if type(self.layer_sync) is TorchSyncBatchNorm:
             self.sync_batchnorm, self.layer_sync = True, None

@@ -1,4 +1,4 @@
-"""Finds parameters that a module has under several names, and ties them again."""
+"""Find parameters that a module has under several names, and tie them again."""
 
 from __future__ import annotations
 
