@@ -203,14 +203,14 @@ class _Search:
             )
 
     def about(self, size: int, found: list[Outcome], out: list[int]) -> str:
-        """Describe the result for a batch size, for the message."""
+        """Return the part of the message that describes the result for a batch size."""
         peak = max(one.peak for one in found)
         used = f", at most {messages.size(peak)} of GPU memory" if peak else ""
         where = f" on {messages.ranks(out)}" if len(found) > 1 and out else ""
         return f"{size} {'ran out of memory' if out else 'worked'}{where}{used}"
 
     def accumulation(self, size: int) -> str:
-        """Explain, for the message, how an update still uses the same number of samples."""
+        """Return the part of the message that explains how an update still uses the same number of samples."""
         steps = self.start // size
         return f", with {self.accumulate}={steps}, for {size * steps} samples per update" if self.accumulate else ""
 

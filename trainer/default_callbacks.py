@@ -74,8 +74,8 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
         if not is_logger(one):
             hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
             raise TypeError(
-                f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass True for TensorBoard, "
-                "False for no logger, a Logger or a list of Loggers."
+                f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass a Logger, a list of "
+                "Loggers, True for TensorBoard, or False for no logger."
             )
     return found
 

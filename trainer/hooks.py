@@ -102,7 +102,7 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
             if meant is not None:
                 raise TypeError(
                     f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean "
-                    f"{meant!r}? Rename it. If it is a method of your own, choose a name less similar to the hook's."
+                    f"{meant!r}? Rename it. If it is not meant to be a hook, choose a less similar name."
                 )
     for name in known:
         method = overridden(owner, name, base)

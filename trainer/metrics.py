@@ -175,7 +175,7 @@ class MetricStore:
                 continue
             messages.warn_once(
                 f"self.log({name!r}) got the same {type(record.metric).__name__} object in {places}, so its values mix "
-                f"the samples of both. Create an object for each, such as {instead}."
+                f"the samples of both. Use a separate object for each, such as {instead}."
             )
 
     def _weight(self, name: str) -> int:
@@ -198,9 +198,9 @@ class MetricStore:
             size = 1
         elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
             messages.warn_once(
-                f"The batch contains tensors with different first dimensions ({', '.join(map(str, sizes))}); {size} "
-                f"was used as the batch size for the epoch mean of {name!r}. To set the batch size, call "
-                f"self.log({name!r}, ..., batch_size=...)."
+                f"The batch contains tensors with different first dimensions ({', '.join(map(str, sizes))}). The epoch "
+                f"mean of {name!r} uses {size} as the batch size. To set the batch size, call self.log({name!r}, ..., "
+                "batch_size=...)."
             )
         self._sized = (batch, size)
         return size

@@ -219,7 +219,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         collection: Any = dictionary if hasattr(dictionary, "compute_groups") else None
         if collection is None and not isinstance(dictionary, Mapping):
             raise TypeError(
-                f"self.log_dict got {type(dictionary).__name__}. Pass a dict of names and values, or use "
+                f"self.log_dict got {messages.a(dictionary)}. Pass a dict of names and values, or use "
                 "self.log(name, value)."
             )
         table = None if self._metric_store is None else self._metric_store.records

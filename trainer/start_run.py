@@ -184,7 +184,7 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
             hint = f" Did you mean {module.__name__}()?"
         elif isinstance(module, nn.Module):
             hint = " Make it an attribute of a TrainingModule that defines training_step and configure_optimizers."
-        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        got = f"the class {module.__name__}" if isinstance(module, type) else messages.a(module)
         raise TypeError(f"{entry} got {got} as its module, but needs a TrainingModule object.{hint}")
     if not is_initialized(module):
         raise TypeError(
@@ -325,7 +325,7 @@ def check_steps(run: Run, fn: str) -> None:
     if fn == "fit" and takes_iterator(module.training_step) and run.trainer.accumulate_grad_batches > 1:
         raise ValueError(
             f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches}) does not work with "
-            "training_step(dataloader_iter), because the trainer does not see the batches that it would count. Use "
+            "training_step(dataloader_iter), because the trainer does not see how many batches the step fetches. Use "
             "training_step(batch, batch_idx), or accumulate inside the step."
         )
 
@@ -478,7 +478,7 @@ def connected(
     ):
         raise TypeError(
             f"{owner} returned {_types(returned)}, but a run needs the module, a list of its optimizers and a list of "
-            "its schedulers. Return (model, optimizers, lr_schedulers), each of them unchanged or modified."
+            "its schedulers. Return (model, optimizers, lr_schedulers)."
         )
     model, optimizers, configs = returned
     if model is not given:

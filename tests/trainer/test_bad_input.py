@@ -572,7 +572,7 @@ def test_a_module_given_after_its_loaders_is_told_the_order(trainer: Trainer) ->
     refused(
         lambda: trainer.fit(tiny_loader(), TinyModule()),  # type: ignore[arg-type]
         TypeError,
-        "Trainer.fit() got DataLoader as its module",
+        "Trainer.fit() got a DataLoader as its module",
         "Pass the module first, then the loaders",
     )
 
@@ -880,7 +880,7 @@ def test_an_iterator_step_contradicts_accumulation(quiet: dict[str, Any]) -> Non
         ValueError,
         "accumulate_grad_batches=2",
         "dataloader_iter",
-        "does not see the batches",
+        "does not see how many batches",
         "Use training_step(batch, batch_idx)",
     )
 
