@@ -60,10 +60,10 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 
 
 def dataset_iterator(iterator: Any) -> Any:
-    """Return the iterator of an iterable dataset from a loader's ``iterator``.
+    """Return the dataset's iterator inside a loader's ``iterator``, for an iterable dataset read without workers.
 
-    For workers and other datasets, return ``iterator`` itself. If torch removes ``_dataset_fetcher``, this always
-    returns ``iterator``, and the loader requests one more item than needed at the end of a dataset.
+    Otherwise, return ``iterator`` itself. If torch removes ``_dataset_fetcher``, this always returns ``iterator``, and
+    the loader requests one more item than needed at the end of a dataset.
     """
     return getattr(getattr(iterator, "_dataset_fetcher", None), "dataset_iter", iterator)
 

@@ -55,7 +55,7 @@ class Together:
         self.rank, self.size = 0, 1
 
     def meet(self) -> bool:
-        """Return True if there are other processes; each call checks again until there is a process group."""
+        """Return True if there are other processes. Until there is a process group, each call checks again."""
         if self._store is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._kept = default_store()  # this process may be serving the store, so keep it alive
             self._store = self._kept.clone()

@@ -55,7 +55,7 @@ class MemorySizes(NamedTuple):
         gradients: current gradients.
         optimizer: the optimizers' state.
         trained: all gradients, once every trainable parameter has one.
-        highest: peak memory use, of the device on CUDA and of the entire process elsewhere.
+        highest: peak memory use of the device or, if the device does not count its memory, of the entire process.
     """
 
     weights: int
@@ -66,7 +66,7 @@ class MemorySizes(NamedTuple):
 
     @property
     def lasting(self) -> int:
-        """Bytes in use at the end of a backward pass in training, excluding activations kept for backward."""
+        """Bytes in use at the end of a backward pass in training, excluding activations."""
         return self.weights + max(self.gradients, self.trained) + self.optimizer
 
     @property

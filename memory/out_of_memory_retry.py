@@ -63,7 +63,7 @@ def find_executable_batch_size(
     """Decorator that calls a function with smaller and smaller batch sizes until it no longer runs out of memory.
 
     The function must create the model, optimizer and Trainer (or Accelerator) itself, so that nothing from a failed
-    attempt stays in memory. At the end, one message lists the sizes that were tried, the result of each, and on a GPU
+    attempt stays in memory. At the end, one message lists the sizes that were tried, the result of each, and, on a GPU,
     the peak memory.
 
     Once the processes have joined a process group, they agree on the batch size. An attempt ends once it has finished

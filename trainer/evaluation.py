@@ -274,7 +274,7 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """Return the batches, each with a flag that is False if this rank runs it only so that other ranks can run."""
+        """Return pairs of a batch and a flag, which is False if the batch is run only so that other ranks can run."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)

@@ -40,8 +40,8 @@ class FitLoop:
 
     Args:
         run: the prepared run, with its module set up.
-        resumed: this rank's state in the checkpoint that this fit resumes from; None in a new fit, and again once all
-            of it has been restored.
+        resumed: this rank's state in the checkpoint that this fit resumes from; None in a new fit, or once all of it
+            has been restored.
 
     Attributes:
         validation: decides when validations are due, and runs them.

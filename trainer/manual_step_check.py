@@ -58,7 +58,7 @@ class ManualStepCheck:
         self._hooks: list[Any] = []
 
     def watch(self) -> bool:
-        """Watch an epoch's updates; return False if the fit has had its first :data:`UPDATES` updates."""
+        """Watch an epoch's updates; return False if the fit has already had its first :data:`UPDATES` updates."""
         self.unwatch()
         if not self.updates_left:
             return False

@@ -314,8 +314,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization; unlike ``loss.backward()``, this applies the precision and strategy.
 
-        If processes have different numbers of samples in an epoch's last batch, the loss of that batch is weighted by
-        this process's number.
+        If processes have different numbers of samples in an epoch's last batch, the loss of that batch is weighted
+        accordingly.
         """
         trainer = self.trainer
         if self.automatic_optimization:

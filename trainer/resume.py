@@ -1,7 +1,7 @@
 """Each rank's own state in a checkpoint, which lets a run resume inside an epoch as if it had never stopped.
 
 It contains RNG states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
-position. If a run resumes with another number of ranks, some parts are derived, and one message reports which.
+position. If a run resumes with a different number of ranks, some parts are derived, and one message reports which.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Resumed:
         return {name: own[name] for name in names if name in own} if own else {}
 
     def restore(self) -> None:
-        """Restore the state that training on the next batch needs."""
+        """Restore the state that is needed to train on the next batch."""
         run = self.run
         if self.in_loops:
             mine, module = self._stood_for(), run.module
@@ -218,7 +218,7 @@ class Resumed:
             self._set((self.own or {}).get("random"), self._seed)
 
     def _waiting(self) -> tuple[dict[str, Any], str]:
-        """Merge gradients that wait for a manual step if the number of ranks has changed; also describe the result."""
+        """Merge the gradients saved before a manual step if the number of ranks has changed; also describe them."""
         saved = [kept["gradients"] or {} for kept in self.ranks]
         if self._alike or self.run.module.automatic_optimization or not any(saved):
             return {}, ""

@@ -51,7 +51,7 @@ class Run:
     the last run's attributes.
 
     Args:
-        trainer: the Trainer, whose arguments apply; the run's state is not stored in it.
+        trainer: the Trainer, whose arguments apply.
         request: the call to carry out; None before the first run.
         before: the previous run, whose module, counters and optimizers this one takes over.
 

@@ -75,7 +75,7 @@ def settled(init: Constructor[P]) -> Constructor[P]:
 
 
 def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments set only by environment variables; warn about variables for unknown arguments."""
+    """Return the arguments that only environment variables set; warn about variables for unknown arguments."""
     left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
     for variable, text in os.environ.items():

@@ -383,7 +383,7 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
     """Choose the loggers' folders before their first use; a resumed fit continues in the saved run's folders.
 
-    Returns the path of the checkpoint to resume from, or None.
+    Return the path of the checkpoint to resume from, or None.
     """
     if request.fn == "fit" and path is not None and run.trainer.loggers:
         path = found_on_rank_0(run, request, path)
@@ -464,7 +464,7 @@ def setup_optimizers(run: Run) -> None:
 def connected(
     run: Run, optimizers: list[Optimizer], configs: list[SchedulerConfig]
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers, replaced by ``connect`` of the Precision if the user overrides it."""
+    """Pass the optimizers and schedulers through the user's ``Precision.connect``, if there is one, and return them."""
     precision = run.strategy.precision
     if "connect" not in precision.overrides:
         return optimizers, configs

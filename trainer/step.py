@@ -215,7 +215,7 @@ class TrainStep(ManualStep):
 
 
 class ClosureStep(TrainStep):
-    """A step for optimizers that evaluate the loss themselves, or if the module or Precision overrides the step.
+    """A step for optimizers that evaluate the loss themselves, and for a module or Precision that overrides the step.
 
     The closure runs forward, backward, hooks and clipping. Its first call for a batch adds to the gradients of the
     window's earlier micro-batches; further calls (by LBFGS) start from cleared gradients.
