@@ -42,7 +42,7 @@ class TracedOptimizer:
         self.seen: Any = object.__new__(type(type(optimizer).__name__, (), body))
         self.seen.__dict__ = vars(optimizer)
         self.raw_step = _without_torch_wrappers(type(optimizer).step)
-        setattr(optimizer, HAS_STEPPED, True)  # or a scheduler would warn that step() was not called
+        setattr(optimizer, HAS_STEPPED, True)  # otherwise, a scheduler would warn
         self.refresh()
 
     def refresh(self) -> None:

@@ -132,7 +132,7 @@ def _from_packages() -> list[Callback]:
 def _points(groups: tuple[str, ...], path: tuple[str, ...]) -> list[EntryPoint]:
     """Return the entry points of installed packages, searched once per ``sys.path`` because the search is slow."""
     found = {(point.name, point.value): point for group in groups for point in entry_points(group=group)}
-    return list(found.values())  # a package may give the same callbacks in several groups
+    return list(found.values())  # a package may list the same callbacks in several groups
 
 
 def _given_callbacks(callbacks: Any) -> list[Callback]:
