@@ -2,7 +2,7 @@
 
 The processes reduce values at two fixed points in every batch: after the step (before the end-of-batch hooks), and
 after those hooks, for the values that the hooks logged. At the first batch, they agree on whether a point is needed at
-all, so a run without such values has no cost after that.
+all, so a run without such values has no further cost.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def find(owners: Sequence[Any], path: str) -> list[TunedAttribute]:
 def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[TunedAttribute]:
     """Return the attributes and hyperparameters that hold a setting.
 
-    Looks for the name ``asked`` or, if that is empty, for the first of ``names`` that exists.
+    Look for the name ``asked`` or, if that is empty, for the first of ``names`` that exists.
     """
     for name in [asked] if asked else names:
         found = find(owners, name)
