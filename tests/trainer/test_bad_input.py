@@ -437,8 +437,8 @@ class Data(DataModule):
     ("module", "parts"),
     [
         (TinyModule, ("Trainer.fit() got the class TinyModule", "TrainingModule object", "Did you mean TinyModule()?")),
-        (nn.Linear(1, 1), ("Trainer.fit() got Linear", "TrainingModule object", "Make it an attribute")),
-        (3, ("Trainer.fit() got int", "needs a TrainingModule object")),
+        (nn.Linear(1, 1), ("Trainer.fit() got a Linear", "TrainingModule object", "Make it an attribute")),
+        (3, ("Trainer.fit() got an int", "needs a TrainingModule object")),
         (None, ("Trainer.fit() needs a module", "Pass it as the first argument")),
     ],
 )
