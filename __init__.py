@@ -2,7 +2,7 @@
 
 To write your own training loop, use :class:`Accelerator`.
 
-Public names are loaded on first use, so ``import paceline`` is almost free and does not import torch.
+Public names are loaded on first use, so ``import paceline`` is fast and does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes a package import its public names on first use (PEP 562), so that importing the package is cheap."""
+"""Make a package import its public names on first use (PEP 562), so that importing the package is fast."""
 
 from __future__ import annotations
 

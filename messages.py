@@ -46,7 +46,7 @@ class ValueWarning(PacelineWarning, RuntimeWarning):
 
 
 def set_rank(rank: int | None) -> None:
-    """Set this process's rank, because only rank 0 prints. None means that the environment determines the rank."""
+    """Set this process's rank, which determines whether it prints. If None, the rank is read from the environment."""
     global _rank
     _rank = rank
 
@@ -70,7 +70,7 @@ def spoken() -> str:
 
 
 def _is_mine(text: str) -> bool:
-    """Return True if this process prints a message: only on rank 0, unless its parent process already printed it."""
+    """Return True if this process should print a message: it is rank 0, and its parent has not printed the message."""
     if not is_rank_zero():
         return False
     checksum = f"{zlib.crc32(text.encode()):x}"
@@ -168,7 +168,7 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def ignored(where: str, why: str, unless: Any = None, **given: Any) -> None:
-    """Report once that arguments have no effect. If these would change results, callers raise an error instead.
+    """Report once that arguments have no effect. For arguments that would change results, callers raise an error.
 
     Args:
         where: the class or function that received the arguments, such as ``"Accelerator"``.

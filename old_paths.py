@@ -1,4 +1,4 @@
-"""Lets modules be imported by their former names. Such an import prints a note with the module's current name."""
+"""Make modules importable by their former names. Such an import prints a note with the module's current name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOVED = {
 class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import finder for former module names.
 
-    It must come first in ``sys.meta_path``, because Python might otherwise find an empty folder that an upgrade left.
+    It must come first in ``sys.meta_path``. Otherwise, Python might find an empty folder that an upgrade left behind.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:

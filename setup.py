@@ -1,7 +1,7 @@
-"""Creates the description that package indexes show, from README.md. All other metadata is in pyproject.toml.
+"""Create the description that package indexes show from README.md. All other metadata is in pyproject.toml.
 
-On an index, relative links would lead nowhere, and there is no ``.`` to install. Therefore, the description contains
-the paths of linked files instead of links, and installs the package by its name.
+On a package index, relative links do not work, and there is no folder ``.`` to install. Therefore, the description
+shows the paths of linked files instead of relative links, and its commands install the package by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def description(readme: str) -> str:
 
 if __name__ == "__main__":
     readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
-    # With its name given, setuptools knows this file and leaves it out of the package, whose folder it is in.
+    # This file is in the package's folder. Because its name is passed, setuptools leaves it out of the package.
     setup(
         script_name="setup.py",
         long_description=description(readme),

@@ -1,11 +1,11 @@
 """All of torch's private names that Paceline uses. No other file uses private names of torch.
 
 All of these names exist in torch 2.11 to 2.15. A later version may remove any of them. :mod:`.torch_versions` lists
-them, so that a message can list missing ones. If a name is missing, code that uses it raises AttributeError or
+them, so that a message can show which are missing. If a name is missing, code that uses it raises AttributeError or
 ImportError, unless the entry says otherwise. ``tests/test_torch_private.py`` uses every entry, so it is the first test
 to fail after a torch upgrade.
 
-Entries used in every step are aliases or getters written in C, which do not cost a Python call.
+Entries used in every step are aliases or getters written in C, which avoid a Python call.
 
 Importing this file imports only what ``import torch`` does. Functions import anything else that they need.
 """
@@ -60,10 +60,10 @@ pins_memory: Callable[[Any], bool] = attrgetter("_pin_memory")
 
 
 def dataset_iterator(iterator: Any) -> Any:
-    """Return the dataset's own iterator if a loader's ``iterator`` (without workers) reads one; else, ``iterator``.
+    """Return the dataset's iterator inside a loader's ``iterator``, for an iterable dataset read without workers.
 
-    If torch removes ``_dataset_fetcher``, this returns ``iterator`` itself, and one more item than needed is requested
-    at the end of a dataset.
+    Otherwise, return ``iterator`` itself. If torch removes ``_dataset_fetcher``, this always returns ``iterator``, and
+    the loader requests one more item than needed at the end of a dataset.
     """
     return getattr(getattr(iterator, "_dataset_fetcher", None), "dataset_iter", iterator)
 
@@ -193,7 +193,7 @@ def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
 #: Functions for nested lists, tuples and dicts of tensors.
 pytree = _pytree
 
-#: A key that is equal for tensors that share their storage, even if it has no memory.
+#: A key that is equal for tensors that share their storage, even if that storage has no memory.
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 
 #: The hooks that run in a tensor's backward pass; None if it has no hooks.
@@ -222,7 +222,7 @@ unscale_each_: Callable[[list[Tensor], Tensor, Tensor], None] = (
 #: The operator that reads a number from a tensor on the host.
 read_number = torch.ops.aten._local_scalar_dense
 
-#: The operator of ``torch.unique``.
+#: The operator behind ``torch.unique``.
 find_unique = torch.ops.aten._unique2
 
 #: The operator for grouped matrix products.
@@ -267,9 +267,9 @@ def fake_store() -> Any:
 
 
 def ignored_by_ddp(module: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters and buffers that ``DistributedDataParallel`` is to ignore in a module.
+    """Return the names of the parameters and buffers of a module that ``DistributedDataParallel`` must ignore.
 
-    If torch renames the attribute, this returns none.
+    If torch renames the attribute, the result is empty.
     """
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
@@ -280,7 +280,7 @@ def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def time_every_step(wrapped: Any) -> None:
-    """Make ``DistributedDataParallel`` time the communication in every step, not only in a sample of the steps."""
+    """Make ``DistributedDataParallel`` time the communication in every step, not just in some."""
     wrapped._set_ddp_runtime_logging_sample_rate(1)
 
 
@@ -290,7 +290,7 @@ communication_times: Callable[[Any], Mapping[str, Any]] = methodcaller("_get_ddp
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh with one named dimension across all processes of ``mesh``. The root mesh stores the result."""
+    """Return a mesh with a single dimension, ``name``, across all processes of ``mesh``. The root mesh stores it."""
     return mesh._flatten(name)
 
 
@@ -387,7 +387,7 @@ expect_backward: Callable[[Any], Callable[[Tensor], Any]] = attrgetter("_registe
 
 
 def at_end_of_backward(then: Callable[[], None]) -> None:
-    """Call ``then`` at the end of the backward pass that is running; only in a hook of that pass."""
+    """Call ``then`` at the end of the current backward pass. This works only in a hook of that pass."""
     torch.autograd.Variable._execution_engine.queue_callback(then)  # type: ignore[attr-defined]
 
 
@@ -417,7 +417,7 @@ def keep_requires_grad(sharded: Iterable[Any]) -> None:
 
 
 def gathered_parameter(one: Any) -> tuple[Tensor | None, bool]:
-    """Return the parameter that an entry of :func:`fsdp_parameters` gathers, and whether it has its values now.
+    """Return the parameter that an entry of :func:`fsdp_parameters` gathers, and whether it currently has its values.
 
     The parameter is None before it is first gathered, and always if torch removes the attribute.
     """
@@ -429,7 +429,7 @@ placement_of: Callable[[Any], Any] = attrgetter("fsdp_placement")
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that changes when ``tensor.data`` is set, for DTensors too, which have no memory of their own."""
+    """Return a number that changes when ``tensor.data`` is set, even for a DTensor, which has no memory of its own."""
     return tensor.untyped_storage()._cdata
 
 
@@ -543,7 +543,7 @@ def tracing_whole_steps() -> AbstractContextManager[Any]:
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
-    """Return two exception types: for a function that torch cannot compile, and for one that it compiled too often."""
+    """Return two exception types: for functions that torch cannot compile, and for functions recompiled too often."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
@@ -592,8 +592,8 @@ def takes_step_hooks(optimizer: Optimizer) -> bool:
 def is_of_scheduler(step: Any) -> bool:
     """Return True if an optimizer's ``step`` is a scheduler's wrapper that counts the calls.
 
-    If torch removes ``_wrapped_by_lr_sched``, this returns False, and the step of any optimizer with a scheduler seems
-    to have been replaced.
+    If torch removes ``_wrapped_by_lr_sched``, this returns False, and the step of any optimizer with a scheduler looks
+    as if the user had replaced it.
     """
     return getattr(step, "_wrapped_by_lr_sched", False)
 
@@ -623,8 +623,8 @@ def unscale_with(scaler: Any, unscale: Callable[..., dict[torch.device, Tensor]]
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-#: Modules and names that a distributed checkpoint's index uses from outside its own module. If torch removes one of
-#: them, indexes use another name, which is refused.
+#: Modules and names that a distributed checkpoint's index uses from outside its own module. If torch renames one of
+#: them, indexes contain the new name, and loading them is refused.
 NAMES_IN_INDEX = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -635,5 +635,5 @@ NAMES_IN_INDEX = {
 #: ``paceline checkpoint convert`` and the error about a file with objects list them among the file's code.
 REBUILD_TENSORS = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout")
 
-#: Returns the file writer of a TensorBoard ``SummaryWriter``, which is a new one if the previous one was closed.
+#: Returns the file writer of a TensorBoard ``SummaryWriter``; creates a new one if the previous one was closed.
 event_writer: Callable[[Any], Any] = methodcaller("_get_file_writer")

@@ -16,7 +16,7 @@ from .. import messages
 from ..processes.process_group import leave
 from ..torch_private import default_store, forget_layouts, timeout_of
 
-#: How long a failed rank waits for the others to finish their attempts on their own. After that it leaves the process
+#: How long a failed rank waits for the others to finish their attempts on their own. After that, it leaves the process
 #: group, so that collectives that are waiting for it fail.
 GRACE_SECONDS = 5.0
 _NOTICE_SECONDS = 60.0
@@ -30,9 +30,9 @@ class Outcome(NamedTuple):
     """How an attempt ended on one rank.
 
     Attributes:
-        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it waited for a rank that ran out of memory) or
-            :data:`ERROR`.
-        text: the error's text.
+        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it failed because another rank ran out of memory)
+            or :data:`ERROR`.
+        text: the error's text; empty for :data:`DONE`.
         peak: peak GPU memory in bytes; 0 if unknown.
     """
 
@@ -55,7 +55,7 @@ class Together:
         self.rank, self.size = 0, 1
 
     def meet(self) -> bool:
-        """Return True if there are other processes; each call checks again until there is a process group."""
+        """Return True if there are other processes. Until there is a process group, each call checks again."""
         if self._store is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._kept = default_store()  # this process may be serving the store, so keep it alive
             self._store = self._kept.clone()
@@ -105,8 +105,7 @@ class Together:
             if waited > _NOTICE_SECONDS and not reported:
                 reported = True
                 messages.info_anywhere(
-                    f"Rank {self.rank} has finished its attempt and is waiting for {messages.ranks(missing)} to "
-                    "finish theirs."
+                    f"Rank {self.rank} has finished its attempt and is waiting for {messages.ranks(missing)} to finish."
                 )
             time.sleep(min(0.5, 0.02 + 0.1 * waited))
         return True
@@ -131,6 +130,6 @@ class Together:
 
 
 def _forget_meshes() -> None:
-    """Release torch's caches of sharded tensor layouts, because they keep meshes and their process groups alive."""
+    """Clear torch's caches of sharded tensor layouts, because they keep meshes and their process groups alive."""
     forget_layouts()
     gc.collect()

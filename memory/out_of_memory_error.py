@@ -25,7 +25,7 @@ _EXPLAINED = "_paceline_explained"
 
 
 class Door(NamedTuple):
-    """The arguments that each piece of advice mentions, as a user of the Trainer or the Accelerator writes them."""
+    """The arguments that the advice mentions, as a user of the Trainer or the Accelerator writes them."""
 
     accumulate: str
     precision: str
@@ -54,8 +54,8 @@ class MemorySizes(NamedTuple):
         weights: parameters and buffers; if sharded, this process's shards.
         gradients: current gradients.
         optimizer: the optimizers' state.
-        trained: size of the gradients of all trainable parameters.
-        highest: peak memory use, of the device on CUDA and of the entire process elsewhere.
+        trained: all gradients, once every trainable parameter has one.
+        highest: peak memory use of the device or, if the device does not count its memory, of the entire process.
     """
 
     weights: int
@@ -66,7 +66,7 @@ class MemorySizes(NamedTuple):
 
     @property
     def lasting(self) -> int:
-        """Bytes in use at the end of a backward pass in training, excluding activations kept for backward."""
+        """Bytes in use at the end of a backward pass in training, excluding activations."""
         return self.weights + max(self.gradients, self.trained) + self.optimizer
 
     @property

@@ -63,7 +63,7 @@ def find_executable_batch_size(
     """Decorator that calls a function with smaller and smaller batch sizes until it no longer runs out of memory.
 
     The function must create the model, optimizer and Trainer (or Accelerator) itself, so that nothing from a failed
-    attempt stays in memory. At the end, one message lists the sizes that were tried, the result of each, and on a GPU
+    attempt stays in memory. At the end, one message lists the sizes that were tried, the result of each, and, on a GPU,
     the peak memory.
 
     Once the processes have joined a process group, they agree on the batch size. An attempt ends once it has finished
@@ -108,8 +108,8 @@ def find_executable_batch_size(
     parameters = list(inspect.signature(function).parameters)
     if not parameters:
         raise TypeError(
-            f"find_executable_batch_size: {function.__qualname__}() takes no argument, but it is called with the batch "
-            f"size. Define it as {function.__name__}(batch_size)."
+            f"find_executable_batch_size: {function.__qualname__}() takes no arguments, but it is called with the "
+            f"batch size. Define it as {function.__name__}(batch_size)."
         )
     accumulate = next((name for name in _ACCUMULATE if name in parameters), None)
 
@@ -166,7 +166,7 @@ class _Search:
     def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:
         """Call the function once; return its result and the attempt's outcome on this rank.
 
-        Any error that is not about memory is raised.
+        Raises any error that is not about memory.
         """
         more = {self.accumulate: self.start // size} if self.accumulate else {}
         device = present()
@@ -203,14 +203,14 @@ class _Search:
             )
 
     def about(self, size: int, found: list[Outcome], out: list[int]) -> str:
-        """Return a text that describes the result for a size."""
+        """Return the part of the message that describes the result for a batch size."""
         peak = max(one.peak for one in found)
         used = f", at most {messages.size(peak)} of GPU memory" if peak else ""
         where = f" on {messages.ranks(out)}" if len(found) > 1 and out else ""
         return f"{size} {'ran out of memory' if out else 'worked'}{where}{used}"
 
     def accumulation(self, size: int) -> str:
-        """Return text that explains how an update still uses the same number of samples."""
+        """Return the part of the message that explains how an update still uses the same number of samples."""
         steps = self.start // size
         return f", with {self.accumulate}={steps}, for {size * steps} samples per update" if self.accumulate else ""
 

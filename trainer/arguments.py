@@ -283,7 +283,7 @@ class Request:
     Attributes:
         again: whether the run restarts from one of its own checkpoints; if so, its loggers continue their logs.
         trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
-        show_results: prints the results of an evaluation, given with the entry point's name; None prints nothing.
+        show_results: prints the results of an evaluation; called with the results and the entry point's name.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
@@ -301,7 +301,7 @@ class Request:
 
 
 def check_request(running: str | None, request: Request) -> None:
-    """Check a call to an entry point. ``running`` is the entry point that is running now, or None."""
+    """Check a call to an entry point. ``running`` is the entry point that is already running, or None."""
     name = f"Trainer.{request.fn}"
     if running is not None:
         raise RuntimeError(

@@ -64,8 +64,8 @@ class Saver:
     """Saves the checkpoints of one run.
 
     A background save copies the tensors into buffers that are reused across saves (pinned memory for GPU tensors, with
-    a single synchronization). While training continues, a thread writes the buffers with the code that a blocking save
-    uses. At most one write is in flight; the next save waits for it. If a write fails, its error is raised by ``wait``,
+    a single synchronization). While training continues, a thread writes the buffers with the same code as a blocking
+    save. At most one write is in flight; the next save waits for it. If a write fails, its error is raised by ``wait``,
     by the next save, or when the fit ends.
 
     Attributes:
@@ -157,7 +157,7 @@ class Saver:
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the checkpoint that further training does not change.
 
-        If a value cannot be stored in a file, this method raises the error, rather than the writer thread.
+        This method, rather than the writer thread, raises an error if a value cannot be stored in a file.
         """
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 

@@ -42,7 +42,7 @@ class TracedOptimizer:
         self.seen: Any = object.__new__(type(type(optimizer).__name__, (), body))
         self.seen.__dict__ = vars(optimizer)
         self.raw_step = _without_torch_wrappers(type(optimizer).step)
-        setattr(optimizer, HAS_STEPPED, True)  # or a scheduler would warn that step() was not called
+        setattr(optimizer, HAS_STEPPED, True)  # otherwise, a scheduler would warn
         self.refresh()
 
     def refresh(self) -> None:
@@ -94,7 +94,7 @@ class _Data:
         self.tensor, self.number = torch.zeros((), dtype=kind, device=device), 0.0
 
     def now(self, number: Any) -> Tensor:
-        """Set the tensor to ``number`` and return it. A tensor that the user passed is returned without a change."""
+        """Set the tensor to ``number`` and return it. A tensor that the user passed is returned unchanged."""
         if isinstance(number, Tensor):
             return number
         if number != self.number:

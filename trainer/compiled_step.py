@@ -170,7 +170,7 @@ class WholeStep:
         return [p for optimizer in self.optimizers for group in optimizer.groups for p in group["params"]]
 
     def trace_gradients(self, loss: Any, complete: bool) -> None:
-        """Run backward; inside a window, add the gradients in place to those of earlier micro-batches."""
+        """Run backward, and add the gradients to those of the window's earlier micro-batches."""
         parameters = [p for p in self.parameters() if p.requires_grad]
         with torch.no_grad():
             for parameter, gradient in zip(
@@ -243,7 +243,7 @@ class WholeStep:
     def changing(self) -> tuple[str, str]:
         """Return why torch gave up after recompiling the step too often, and a fix."""
         reason = self.watch.last_reason
-        why = f"because the last compiled code did not apply: {reason}" if reason else "without giving a reason"
+        why = f"because the latest compiled code did not apply: {reason}" if reason else "without giving a reason"
         return f"it recompiled the step too often and gave up, {why}.", advice_for(reason)
 
     def untraceable(self, error: Exception) -> tuple[str, str]:

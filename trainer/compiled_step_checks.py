@@ -46,8 +46,9 @@ def check_trainer(trainer: Trainer) -> None:
         )
     if strategy.precision.scaler is not None:
         raise ValueError(
-            f"{asked}, precision={strategy.precision.name!r}): the host has to read the gradients to decide whether "
-            f"to step, which a graph cannot do. Use precision='bf16-mixed', {_INSTEAD}."
+            f"{asked}, precision={strategy.precision.name!r}): because of the loss scaling, the host has to read the "
+            "gradients to decide whether to step, which is impossible inside a graph. Use precision='bf16-mixed', "
+            f"{_INSTEAD}."
         )
     own = sorted(strategy.precision.overrides & {*CLIPPING, *BACKWARD, "optimizer_step"})
     if own:

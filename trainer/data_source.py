@@ -59,7 +59,7 @@ class DataSource:
         self._agreed_on: Any = None
         self._is_elsewhere = False  # the run happened in other processes
         self._is_mine = False  # the training loader was sharded here, so all ranks must draw the same order
-        #: The value of :attr:`last_share`; None if it is known only in the epoch's last batch.
+        #: The value of :attr:`last_share`; None if it is not known before the epoch's last batch.
         self.known_share: float | None = 1.0
 
     # ---- finding ---------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class DataSource:
             messages.warn_once(
                 f"The {self.run.strategy.num_data_ranks} processes share the last batch of "
                 f"{'loader' if one else 'loaders'} {', '.join(map(str, indices))} of the CombinedLoader "
-                f"unevenly. The batches of the other loaders in that step are shared differently, and a loss has only "
-                "one weight, so samples of a process that has fewer of them count more. Pass drop_last=True to "
+                "unevenly. A loss has only one weight, and the batches of the other loaders in that step are shared "
+                "differently, so each sample counts more on a process with fewer samples. Pass drop_last=True to "
                 f"{'that loader' if one else 'those loaders'}, or use a number of samples that the processes can "
                 "share evenly."
             )
@@ -143,7 +143,7 @@ class DataSource:
     def last_share(self) -> float:
         """Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
 
-        Without a known length, it is valid while ``state.is_last_batch`` is True.
+        If the loader has no length, the weight is valid only while ``state.is_last_batch`` is True.
         """
         return last_share(self.train_loader) if self.known_share is None else self.known_share
 
@@ -184,7 +184,7 @@ class DataSource:
             )
 
     def batch_agreement(self) -> Callable[[bool], bool] | None:
-        """Return a function that checks whether every rank has a next batch; None if that is known in advance."""
+        """Return a function that checks whether every rank has a next batch; None if no check is needed."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
@@ -199,7 +199,7 @@ class DataSource:
         self.agree_on_length()
 
     def val_check_batch(self) -> int | float:
-        """Return the number of batches between validations; inf means to validate after the epoch's last batch."""
+        """Return the number of batches between validations; inf means after the epoch's last batch."""
         interval, batches = self.run.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:

@@ -74,8 +74,8 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
         if not is_logger(one):
             hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
             raise TypeError(
-                f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass True for TensorBoard, "
-                "False for no logger, a Logger or a list of Loggers."
+                f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass a Logger, a list of "
+                "Loggers, True for TensorBoard, or False for no logger."
             )
     return found
 
@@ -132,7 +132,7 @@ def _from_packages() -> list[Callback]:
 def _points(groups: tuple[str, ...], path: tuple[str, ...]) -> list[EntryPoint]:
     """Return the entry points of installed packages, searched once per ``sys.path`` because the search is slow."""
     found = {(point.name, point.value): point for group in groups for point in entry_points(group=group)}
-    return list(found.values())  # a package may give the same callbacks in several groups
+    return list(found.values())  # a package may list the same callbacks in several groups
 
 
 def _given_callbacks(callbacks: Any) -> list[Callback]:

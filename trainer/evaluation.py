@@ -67,7 +67,7 @@ class EvalLoop:
         self.metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_MODE)
         if zero_grad and self.kind == "validate":
             self.switch("zero_grad")
-        # A module may train on what the validation of a fit has computed, which inference mode would forbid.
+        # A module may train on tensors that a fit's validation computed, which inference mode would forbid.
         inference = run.trainer.inference_mode and run.state.fn != "fit"
         with torch.inference_mode() if inference else torch.no_grad():
             self.switch("eval")
@@ -233,15 +233,15 @@ class EvalLoop:
         run.predict_batch_indices.append([])
 
     def check_length(self, loader: Any, seen: int, limit: float, known: float) -> None:
-        """Raise if a loader that knows its length yielded a different number of batches, or if an iterator is used up.
+        """Raise if a loader yielded a different number of batches than its length, or if an iterator is exhausted.
 
-        Without batches no value is logged, and callbacks would monitor the values of the previous validation.
+        Without batches, no values are logged, and callbacks would monitor those of the previous validation.
         """
         if seen == 0 and isinstance(loader, Iterator):
             self.refuse_empty(
-                f"The {self.word} dataloader yielded no batch. A generator can be read only once (the sanity check "
-                "before training reads from it, too), so pass a DataLoader, a list, or an object whose __iter__ starts "
-                "over."
+                f"The {self.word} dataloader yielded no batches. A generator can be read only once, and the sanity "
+                "check before training also reads from it. Pass a DataLoader, a list, or an object whose __iter__ "
+                "starts over."
             )
         if seen != limit and known != float("inf"):
             raise RuntimeError(
@@ -274,7 +274,7 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """Return the batches, each with a flag that is False if this rank runs it only to serve the other ranks."""
+        """Return pairs of a batch and a flag, which is False if the batch is run only so that other ranks can run."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
@@ -290,7 +290,7 @@ class EvalLoop:
         while strategy.agree((batch := next(iterator, end)) is not end):
             if batch is end and last is None:
                 raise RuntimeError(
-                    f"Rank {strategy.global_rank} got no {self.word} batch while other ranks did. Give every rank at "
+                    f"Rank {strategy.global_rank} got no {self.word} batch, but other ranks did. Give every rank at "
                     "least one batch: use fewer processes or more data."
                 )
             last = last if batch is end else batch

@@ -65,7 +65,7 @@ class HookTable:
         )
 
     def __getattr__(self, name: str) -> tuple[Bound, ...]:
-        raise AttributeError(f"There is no hook {name!r}")
+        raise AttributeError(f"There is no hook {name!r}.")
 
 
 def _bind(
@@ -102,7 +102,7 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
             if meant is not None:
                 raise TypeError(
                     f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean "
-                    f"{meant!r}? Rename it (if it is a method of your own, pick a name that is less like a hook's)."
+                    f"{meant!r}? Rename it. If it is not meant to be a hook, choose a less similar name."
                 )
     for name in known:
         method = overridden(owner, name, base)
@@ -118,7 +118,7 @@ def own_methods(owner: Any, base: type) -> list[str]:
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """Return the hook of which ``name`` is a misspelling or a former name; None for a user's own method."""
+    """Return the hook that ``name`` is probably meant to be (it is misspelled or a former name), or None."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")
@@ -141,7 +141,7 @@ def check_signature(owner: Any, name: str, method: Bound, several: bool | None =
         raise TypeError(f"{type(owner).__name__}.{name} is {kind}, whose body would never run. Write it as {write}.")
     try:
         signature = inspect.signature(method)
-    except ValueError:  # a callable without a signature, written in C
+    except ValueError:  # a callable written in C has no signature
         return
     try:
         signature.bind(*wanted)

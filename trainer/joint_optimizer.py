@@ -84,7 +84,7 @@ def check_together(module: TrainingModule, optimizers: Sequence[Optimizer], said
             if id(parameter) in seen:
                 raise ValueError(
                     f"{said} {_names(optimizers)}, and {_name(module, parameter)} is in both "
-                    f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}, so each update would step "
+                    f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}, so each step would change "
                     f"it twice. Give each parameter to one optimizer, or {by_hand}."
                 )
         seen |= {id(parameter): optimizer for parameter in parameters_of(optimizer)}

@@ -41,11 +41,11 @@ class FitLoop:
 
     Args:
         run: the prepared run, with its module set up.
-        resumed: this rank's state in the checkpoint that this fit resumes from; None in a new fit, and again once all
-            of it has been restored.
+        resumed: this rank's state in the checkpoint that this fit resumes from; None in a new fit, or once all of it
+            has been restored.
 
     Attributes:
-        validation: runs the validations, and knows when one is due.
+        validation: decides when validations are due, and runs them.
         takes_iterator: whether the step has the form ``training_step(dataloader_iter)``.
         guarded: whether a callback makes all ranks skip the same batches, as ``LossGuard`` does.
         stops: decides, for all ranks together, after which batch a run stops early.
@@ -118,9 +118,9 @@ class FitLoop:
         self.whole = compiled_whole(self.run, self.forward)
 
     def pending_work(self) -> Pending:
-        """Return the checkpoint's pending work, which must still be carried out even if a limit has been reached.
+        """Return the checkpoint's pending work, which must be carried out even if a limit has been reached.
 
-        If there is more to train now, work pending for the end of training or of an incomplete epoch is dropped.
+        If there is more to train, pending work for the end of training or of an incomplete epoch is dropped.
         """
         state = self.state
         cut_short = state.pending is EPOCH_VALUES and not state.epoch_done
@@ -194,7 +194,7 @@ class FitLoop:
                         hook(outputs, batch, batch_idx)
                 if hook_values.active:
                     hook_values.share(weight=run.source.last_share if state.is_last_batch else 1.0)
-                # All ranks stop after the same batch. They agree on it in `at` once any of them was asked to stop.
+                # All ranks stop after the same batch. They agree on it in `at` once any of them has been asked to stop.
                 state.boundaries += 1
                 reason = stops.at(state.boundaries) if state.stop_requested else ""
                 if every_batch or reason or (state.stepped and state.updates % log_every == 0):
@@ -236,7 +236,7 @@ class FitLoop:
         self.metrics.enter(phases.TRAIN_BATCH)
 
     def plan_epoch(self) -> None:
-        """Read what callbacks may change between epochs, and decide when to validate during this one."""
+        """Read the settings that callbacks may change between epochs, and plan this epoch's validations."""
         run = self.run
         self.schedules = Schedules(run, run.lr_scheduler_configs)
         self.max_steps = limit(run.trainer.max_steps)
@@ -284,7 +284,7 @@ class FitLoop:
         lookahead = source.looks_ahead(loader) or self.takes_iterator
         # In a resumed run, a loader with a saved position continues there; any other loader skips batches.
         resumed = self.resumed
-        # After the epoch's last fetch, the loader's generators are where the next epoch begins.
+        # After the epoch's last fetch, the loader's generators already have their state for the next epoch.
         ended = resumed is not None and start_batch > 0 and (resumed.ended or start_batch >= source.cut())
         knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
         skip = 0 if knows_position and not ended else start_batch
@@ -322,7 +322,7 @@ class FitLoop:
         return iterator
 
     def position_in_data(self) -> dict[str, Any]:
-        """Return this rank's position in the data for a checkpoint; a resumed run refetches a prefetched batch."""
+        """Return this rank's position in the data for a checkpoint. A resumed run fetches a prefetched batch again."""
         if self.resumed is not None:
             return self.resumed.position_in_data()
         batches = None if self.state.epoch_done else self._fetched
@@ -340,7 +340,7 @@ class FitLoop:
 
         After a resume, do only the work that the saved run had not done yet.
 
-        ``reason`` is why the run stops after this batch; empty if it does not stop. Returns ``reason``, or a new reason
+        ``reason`` is why the run stops after this batch; empty if it does not stop. Return ``reason``, or a new reason
         from validation.
         """
         state, validation, schedules = self.state, self.validation, self.schedules
@@ -483,7 +483,7 @@ class FitLoop:
             )
         if seen == 0:
             self.refuse_empty(
-                f"The train_dataloader yielded no batch in epoch {self.state.epoch}. A generator can be read only "
+                f"The train_dataloader yielded no batches in epoch {self.state.epoch}. A generator can be read only "
                 "once, so pass a DataLoader, a list, or an object whose __iter__ starts over."
             )
         if seen < self.run.source.num_training_batches and self.run.source.length_known():
@@ -495,7 +495,7 @@ class FitLoop:
         raise RuntimeError(why)
 
     def wrong_length(self, seen: str) -> str:
-        """Return the error for a loader that yields more or fewer batches than its length."""
+        """Return the error text for a loader that yields more or fewer batches than its length."""
         return (
             f"The train_dataloader has length {self.run.source.num_training_batches}, but yielded {seen} "
             f"batch{'es' * (seen != 'only 1')} in epoch {self.state.epoch}. Accumulation windows, validation and "

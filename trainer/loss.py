@@ -35,7 +35,7 @@ class LossReader:
         self.window = ItemWindow(strategy, f"{self.owner} returned")
 
     def read(self, output: Any) -> Tensor | None:
-        """Return the loss to run backward on, a scalar; None means to skip the batch."""
+        """Return the scalar loss to run backward on; None means to skip the batch."""
         if output is None:
             return None if self.together else self._skip()
         loss = _loss_of(output)

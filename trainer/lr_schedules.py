@@ -57,7 +57,7 @@ class Schedules:
                 if value is None:
                     self.missing_monitor(config)
                     continue
-                if run.strategy.world_size > 1:  # each process may have its own, but all must use the same rate
+                if run.strategy.world_size > 1:  # values may differ between processes, but all must use the same rate
                     value = run.strategy.reduce(value.to(run.strategy.device), "mean")
             self.step_one(config.scheduler, value)
         if self.own:
@@ -68,8 +68,8 @@ class Schedules:
         logged = messages.names(sorted(self.run.trainer.callback_metrics), "and") or "nothing"
         text = (
             f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which had not been logged when the "
-            f"scheduler was due. Logged so far: {logged}. Log it with self.log, choose another 'monitor', or set "
-            "'strict': False."
+            f"scheduler was due. Logged so far: {logged}. Log {config.monitor!r} with self.log, choose another "
+            "'monitor', or set 'strict': False."
         )
         if config.strict:
             raise RuntimeError(text)

@@ -48,8 +48,8 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
 class ManualStepCheck:
     """Raises if the user's code steps one of the fit's optimizers during the first :data:`UPDATES` updates.
 
-    The wrapped optimizers from ``self.optimizers()`` raise in later updates, too. Each step says when an
-    update has ended. One whose update is not a closure says when it begins, too.
+    The wrapped optimizers from ``self.optimizers()`` raise in later updates, too. A step calls :meth:`begin_update` and
+    :meth:`end_update` around each update, except that a step with a closure does not call :meth:`begin_update`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -58,7 +58,7 @@ class ManualStepCheck:
         self._hooks: list[Any] = []
 
     def watch(self) -> bool:
-        """Watch an epoch's updates; return False if the fit has had its first :data:`UPDATES` updates."""
+        """Watch an epoch's updates; return False if the fit has already had its first :data:`UPDATES` updates."""
         self.unwatch()
         if not self.updates_left:
             return False

@@ -108,7 +108,7 @@ class Record:
         raise NotImplementedError
 
     def fits(self, options: RecordOptions) -> bool:
-        """Return True if the options match the restored ones. Reductions are compared by name, groups are ignored."""
+        """Return True if the options match the restored ones. Reductions are compared by name; groups are ignored."""
         plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
         return plain == self.options
 
@@ -442,8 +442,8 @@ def check_value(name: str, value: Any, rank_zero_only: bool = False) -> None:
         scalar(name, value)
         if rank_zero_only and is_in_parts(value):
             raise ValueError(
-                f"self.log({name!r}, rank_zero_only=True) got a value of a sharded tensor, of which every process has "
-                "its part. Call its full_tensor() on all processes and log the result, or leave out rank_zero_only."
+                f"self.log({name!r}, rank_zero_only=True) got a sharded tensor, of which each process has only a part. "
+                "Call its full_tensor() on all processes and log the result, or leave out rank_zero_only."
             )
         if value.is_complex():
             raise TypeError(

@@ -35,7 +35,7 @@ Result = tuple[int | None, Record, Tensor | float]
 
 
 class Evaluated(NamedTuple):
-    """The names that the latest evaluation logged, and after how many training batches."""
+    """The names that the latest evaluation logged, and the number of training batches before it."""
 
     batches: int
     names: list[str]
@@ -175,7 +175,7 @@ class MetricStore:
                 continue
             messages.warn_once(
                 f"self.log({name!r}) got the same {type(record.metric).__name__} object in {places}, so its values mix "
-                f"the samples of both. Create an object for each, such as {instead}."
+                f"the samples of both. Use a separate object for each, such as {instead}."
             )
 
     def _weight(self, name: str) -> int:
@@ -198,9 +198,9 @@ class MetricStore:
             size = 1
         elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
             messages.warn_once(
-                f"The batch contains tensors with different first dimensions ({', '.join(map(str, sizes))}); {size} "
-                f"was used as the batch size for the epoch mean of {name!r}. To set the batch size, call "
-                f"self.log({name!r}, ..., batch_size=...)."
+                f"The batch contains tensors with different first dimensions ({', '.join(map(str, sizes))}). The epoch "
+                f"mean of {name!r} uses {size} as the batch size. To set the batch size, call self.log({name!r}, ..., "
+                "batch_size=...)."
             )
         self._sized = (batch, size)
         return size
@@ -304,7 +304,7 @@ class MetricStore:
         return self._evaluated.names if self._evaluated.batches == self.state.batches else ()
 
     def is_step_value(self, name: str) -> bool:
-        """Return True if the value to monitor under ``name`` is the last training step's, and never an evaluation's."""
+        """Return True if the value to monitor under ``name`` always comes from a training step, not an evaluation."""
         logged = [
             (stage, record)
             for stage, record in self.known()
@@ -315,7 +315,7 @@ class MetricStore:
         )
 
     def give(self, name: str, value: Tensor | float) -> None:
-        """Let callbacks monitor a value that ``self.log`` did not log."""
+        """Let callbacks monitor a value that was not logged with ``self.log``."""
         self._finished[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
     def progress_bar_metrics(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Logged(NamedTuple):
-    """The arguments with which a name was logged in one batch, without the value."""
+    """How a name was logged in one batch: the arguments of ``self.log`` except the value."""
 
     name: str
     options: RecordOptions

@@ -219,7 +219,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         collection: Any = dictionary if hasattr(dictionary, "compute_groups") else None
         if collection is None and not isinstance(dictionary, Mapping):
             raise TypeError(
-                f"self.log_dict got {type(dictionary).__name__}. Pass a dict of names and values, or use "
+                f"self.log_dict got {messages.a(dictionary)}. Pass a dict of names and values, or use "
                 "self.log(name, value)."
             )
         table = None if self._metric_store is None else self._metric_store.records
@@ -314,8 +314,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization; unlike ``loss.backward()``, this applies the precision and strategy.
 
-        In the last batch of an epoch, the loss gets the weight of this process's samples, if processes have different
-        numbers of them.
+        If processes have different numbers of samples in an epoch's last batch, the loss of that batch is weighted
+        accordingly.
         """
         trainer = self.trainer
         if self.automatic_optimization:
@@ -594,7 +594,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
 
 def _by_name(options: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``self.log_dict``, those given by position included, by name."""
+    """Return all arguments of ``self.log_dict`` by name, including those given by position."""
     most = len(_LOG_DICT_OPTIONS)
     if len(options) > most:
         raise TypeError(

@@ -40,7 +40,7 @@ class ModuleHooks:
         """Called at the very end of a run, even after an exception."""
 
     def configure_model(self) -> None:
-        """Build large layers here; the strategy shards them afterwards. Runs at every entry point; build only once."""
+        """Build large layers here; the strategy shards them afterward. Runs at every entry point; build only once."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
         """Return callbacks to add; each replaces the Trainer's callbacks of the same type."""
@@ -76,7 +76,7 @@ class ModuleHooks:
         """
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before each backward pass. ``loss``, of shape (), is not scaled, but is divided for accumulation."""
+        """Called before each backward pass. ``loss``, shape (), is divided for accumulation but not scaled for fp16."""
 
     def on_after_backward(self) -> None:
         """Called after each backward pass. Gradients may be scaled, sharded and not yet averaged across ranks."""
@@ -179,7 +179,7 @@ class ModuleHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device and return it. Override this for batch types that Paceline does not know."""
+        """Move a batch to the device and return it. Override this for batch types that Paceline does not support."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

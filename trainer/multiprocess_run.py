@@ -190,7 +190,7 @@ def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
 def _take_training(run: Run, packed: bytes | str) -> str:
     """Restore the optimizers and schedulers that a run in other processes used.
 
-    Return why that is impossible, or an empty string.
+    Return an empty string, or the reason why they cannot be restored.
     """
     run.optimizers, run.lr_scheduler_configs = [], []
     if isinstance(packed, str):
@@ -275,7 +275,7 @@ def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = Non
 
 
 class _Writer(pickle.Pickler):
-    """Pickles tensors as detached CPU tensors, and only the names of objects that exist in both processes."""
+    """Pickles tensors as detached CPU tensors, and objects that exist in both processes as their names."""
 
     def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
         super().__init__(stream)
@@ -332,8 +332,8 @@ def _left_behind(name: str) -> Callable[..., Any]:
 
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{name} stayed in the training processes, because a lambda, or a function defined inside another "
-            "function, cannot be pickled. Define it at the top level of a file to call it in this process."
+            f"{name} stayed in the training processes, because lambdas and functions defined inside other functions "
+            "cannot be pickled. To call it in this process, define it at the top level of a file."
         )
 
     return missing

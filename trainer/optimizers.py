@@ -97,7 +97,7 @@ class ManagedOptimizer:
         return stepped
 
     def _show_gradients(self) -> None:
-        """Average what no backward pass has averaged, unscale it and call ``on_before_optimizer_step``."""
+        """Average gradients that no backward pass has averaged, unscale them, and call ``on_before_optimizer_step``."""
         strategy = self._run.strategy
         if strategy.left_gradients_by_hand():
             strategy.complete_gradients(self.optimizer)

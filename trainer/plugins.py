@@ -45,7 +45,9 @@ def sort_plugins(given: Any) -> Plugins:
         found = [plugin for plugin in listed if isinstance(plugin, kind)]
         if len(found) > 1:
             names = messages.names([type(plugin).__name__ for plugin in found], last="and")
-            raise ValueError(f"Trainer(plugins=...) got {names}, but only one {kind.__name__} is allowed.")
+            raise ValueError(
+                f"Trainer(plugins=...) got {names}, but only one {kind.__name__} is allowed. Pass only one of them."
+            )
     for plugin in listed:
         if isinstance(plugin, Precision):
             plugins.precision = plugin

@@ -1,7 +1,7 @@
 """Each rank's own state in a checkpoint, which lets a run resume inside an epoch as if it had never stopped.
 
 It contains RNG states, the accumulation window's gradients, the epoch's logged values and metrics, and the loader's
-position. If a run resumes with another number of ranks, some parts are derived, and one message reports which.
+position. If a run resumes with a different number of ranks, some parts are derived, and one message reports which.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Resumed:
         return {name: own[name] for name in names if name in own} if own else {}
 
     def restore(self) -> None:
-        """Restore the state that training on the next batch needs."""
+        """Restore the state that is needed to train on the next batch."""
         run = self.run
         if self.in_loops:
             mine, module = self._stood_for(), run.module
@@ -247,7 +247,7 @@ class Resumed:
         return Repeats(self.run, self._logged_until) if repeated else None
 
     def _waiting(self) -> tuple[dict[str, Any], str]:
-        """Return gradients of a manual step for this rank if the saved run had other ranks, and their description."""
+        """Merge the gradients saved before a manual step if the number of ranks has changed; also describe them."""
         saved = [kept["gradients"] or {} for kept in self.ranks]
         if self._alike or self.run.module.automatic_optimization or not any(saved):
             return {}, ""
@@ -276,7 +276,7 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Restore the loader's state; return True if it then knows its position, so that no batch has to be skipped."""
+        """Restore the loader's state; return True if that includes its position, so that no batch must be skipped."""
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

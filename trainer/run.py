@@ -51,7 +51,7 @@ class Run:
     the last run's attributes.
 
     Args:
-        trainer: the Trainer, whose arguments apply; the run's state is not stored in it.
+        trainer: the Trainer, whose arguments apply.
         request: the call to carry out; None before the first run.
         before: the previous run, whose module, counters and optimizers this one takes over.
 
@@ -251,7 +251,7 @@ class Run:
     # ---- copies ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this run for a copy of the Trainer: no data, threads, files or running components."""
+        """Return the state of this run for a copy of the Trainer, without its data, threads, files and components."""
         trainer, data = self.trainer, self.datamodule
         return {
             "own": {name: getattr(self, name) for name in COPIED},

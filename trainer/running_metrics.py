@@ -44,9 +44,10 @@ def _entry(moment: str, idx: int | None, name: str, record: Record, places: dict
 
 
 def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, Any]]], takes_over: bool) -> None:
-    """Restore what :func:`logged` returned on those ranks of the saved run that this rank takes over.
+    """Restore the values that :func:`logged` returned on the saved ranks whose metrics this rank takes over.
 
-    If it ``takes_over`` none of them, it only gets the names, because all ranks compute the epoch's values together.
+    If ``takes_over`` is False, there are no such ranks, and this rank gets only the names, because all ranks compute
+    the epoch's values together.
     """
     merged: dict[tuple[Any, ...], Record] = {}
     for entry in (entry for entries in ranks for entry in entries):
@@ -112,9 +113,9 @@ def measured(store: MetricStore, module: nn.Module) -> dict[str, dict[str, Any]]
 
 
 def put_back_measured(module: nn.Module, ranks: list[dict[str, dict[str, Any]]], takes_over: bool) -> None:
-    """Restore what :func:`measured` returned on those ranks of the saved run that this rank takes over.
+    """Restore the states that :func:`measured` returned on the saved ranks whose metrics this rank takes over.
 
-    If it ``takes_over`` none of them, it only gets the values of the last step.
+    If ``takes_over`` is False, there are no such ranks, and this rank gets only the values of the last step.
     """
     found = dict(_metrics(module))
     begun = set()

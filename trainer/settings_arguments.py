@@ -1,4 +1,4 @@
-"""Find the Trainer's final arguments in code, environment variables, launch flags and the settings file."""
+"""Determine the Trainer's final arguments from code, environment variables, launch flags and the settings file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ARGUMENTS = {
 }
 #: Arguments that settings can set; None and "auto" count as left out.
 SETTLED = tuple(_ARGUMENTS.values())
-#: Settings that select a strategy, and parts of the names of the strategies that match.
+#: Settings that select a strategy, and the words by which the names of matching strategies are recognized.
 _SWITCHES = {
     "use_fsdp": ("fsdp", "hybrid_shard"),
     "use_deepspeed": ("deepspeed",),
@@ -75,7 +75,7 @@ def settled(init: Constructor[P]) -> Constructor[P]:
 
 
 def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments set only by environment variables; warn about variables for unknown arguments."""
+    """Return the arguments that only environment variables set; warn about variables for unknown arguments."""
     left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
     for variable, text in os.environ.items():
@@ -241,7 +241,7 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
-    """Return the arguments for torch.compile, or None if nothing is to be compiled."""
+    """Return the arguments for torch.compile, or None to compile nothing."""
     if backend == "no":
         return None
     mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]

@@ -2,7 +2,7 @@
 
 The processes reduce values at two fixed points in every batch: after the step (before the end-of-batch hooks), and
 after those hooks, for the values that the hooks logged. At the first batch, they agree on whether a point is needed at
-all, so a run without such values has no cost after that.
+all, so a run without such values has no further cost.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Sharing:
     def share(self, counts: bool = True, weight: float = 1.0) -> None:
         """Reduce the values logged since the last reduction; every process must call this after each of its batches.
 
-        This process's values are included if ``counts`` is True and it is not ``muted``, and its means have ``weight``.
-        Raises ValueError if the processes logged different names.
+        This process's values are included only if ``counts`` is True and it is not ``muted``; ``weight`` is the weight
+        of its means. Raises ValueError if the processes logged different names.
         """
         counts = counts and not self.muted
         self.muted = False

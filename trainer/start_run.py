@@ -184,7 +184,7 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
             hint = f" Did you mean {module.__name__}()?"
         elif isinstance(module, nn.Module):
             hint = " Make it an attribute of a TrainingModule that defines training_step and configure_optimizers."
-        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        got = f"the class {module.__name__}" if isinstance(module, type) else messages.a(module)
         raise TypeError(f"{entry} got {got} as its module, but needs a TrainingModule object.{hint}")
     if not is_initialized(module):
         raise TypeError(
@@ -199,8 +199,8 @@ def _unwrapped(module: Any) -> Any:
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
-        f"The module was passed wrapped in {type(module).__name__}. It has been unwrapped, because the strategy does "
-        "the wrapping itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
+        f"The module was passed wrapped in {type(module).__name__}. It has been unwrapped, because the strategy wraps "
+        "it itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 
@@ -265,8 +265,8 @@ def end_logging(run: Run) -> None:
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
     """Add the callbacks from ``configure_callbacks``; each replaces the Trainer's callbacks of the same type.
 
-    They stay until another module runs: a second run with the same module keeps them, because a ``ModelCheckpoint``
-    among them knows its best file. Once another module runs, they are removed, and those that they replaced return.
+    A second run with the same module keeps them, because a ``ModelCheckpoint`` among them remembers its best file. When
+    another module runs, they are removed, and the callbacks that they replaced are put back.
     """
     if run.trainer.brought_callbacks is not None:
         owner, before, added = run.trainer.brought_callbacks
@@ -325,7 +325,7 @@ def check_steps(run: Run, fn: str) -> None:
     if fn == "fit" and takes_iterator(module.training_step) and run.trainer.accumulate_grad_batches > 1:
         raise ValueError(
             f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches}) does not work with "
-            "training_step(dataloader_iter), because the trainer does not see the batches that it would count. Use "
+            "training_step(dataloader_iter), because the trainer does not see how many batches the step fetches. Use "
             "training_step(batch, batch_idx), or accumulate inside the step."
         )
 
@@ -350,13 +350,14 @@ def prepare_data(run: Run) -> None:
 
 
 def asked_path(run: Run, request: Request, reused: bool) -> Any:
-    """Return the checkpoint to load, as passed or set on the trainer. ``"best"`` is resolved before callbacks change.
+    """Return the checkpoint to load, as passed or set on the trainer.
 
-    If the module is ``reused`` from the previous run, an evaluation loads that run's best checkpoint by default.
+    If the module is ``reused`` from the previous run, an evaluation loads that run's best checkpoint by default. In a
+    job that SLURM requeued, a fit uses ``"auto"``. A fit that ``paceline doctor`` examines loads no checkpoint, because
+    a resumed fit may have nothing left to train.
 
-    ``"last"`` and ``"auto"`` are resolved later, when it is known where this run's callbacks save. In a job that SLURM
-    requeued, a fit uses ``"auto"``. A fit that ``paceline doctor`` examines loads no checkpoint, because a resumed fit
-    may have nothing left to train.
+    ``"best"`` is resolved here, before the callbacks change. ``"last"`` and ``"auto"`` are resolved later, when it is
+    known where this run's callbacks save.
     """
     if request.trial or (request.fn == "fit" and Plan.found() is not None):
         return None
@@ -382,7 +383,7 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
     """Choose the loggers' folders before their first use; a resumed fit continues in the saved run's folders.
 
-    Returns the path of the checkpoint to resume from, or None.
+    Return the path of the checkpoint to resume from, or None.
     """
     if request.fn == "fit" and path is not None and run.trainer.loggers:
         path = found_on_rank_0(run, request, path)
@@ -463,7 +464,7 @@ def setup_optimizers(run: Run) -> None:
 def connected(
     run: Run, optimizers: list[Optimizer], configs: list[SchedulerConfig]
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Pass the optimizers and schedulers to ``connect`` of the user's own Precision, and return what it returns."""
+    """Pass the optimizers and schedulers through the user's ``Precision.connect``, if there is one, and return them."""
     precision = run.strategy.precision
     if "connect" not in precision.overrides:
         return optimizers, configs
@@ -477,13 +478,13 @@ def connected(
     ):
         raise TypeError(
             f"{owner} returned {_types(returned)}, but a run needs the module, a list of its optimizers and a list of "
-            "its schedulers. Return (model, optimizers, lr_schedulers), each of them unchanged or modified."
+            "its schedulers. Return (model, optimizers, lr_schedulers)."
         )
     model, optimizers, configs = returned
     if model is not given:
         raise TypeError(
-            f"{owner} returned a different module than it was given ({type(given).__name__}). Change the module in "
-            "place, or override convert_module."
+            f"{owner} returned a different module than the one it received ({type(given).__name__}). Change the module "
+            "in place, or override convert_module."
         )
     if run.module.automatic_optimization:
         check_together(run.module, optimizers, f"{owner} returned")

@@ -15,7 +15,7 @@ class Pending(str, Enum):
     NOTHING = ""  # the next batch can be trained on
     SCHEDULERS = "schedulers"  # everything that follows a batch: schedulers, logging, validation, plateau schedulers
     LOGGING = "batch"  # the same, starting with logging
-    VALIDATION = "validation"  # the same, starting with the validation, which had begun
+    VALIDATION = "validation"  # the same, starting with the validation, which had already begun
     PLATEAUS = "plateaus"  # the same, starting with the plateau schedulers
     EPOCH_VALUES = "values"  # the work after ``on_train_epoch_end``
     TRAIN_END = "end"  # the end of training, if this was the last epoch
@@ -30,8 +30,8 @@ class RunState:
         stage: what that entry point is doing now, or None.
         status: whether the run has started, and how it ended.
         epoch: the current training epoch (0-based); between epochs, the number of finished epochs.
-        global_step: optimizer steps run. Automatic optimization counts one step for all optimizers together, manual
-            optimization one for each. A step that fp16 skipped does not count.
+        global_step: number of optimizer steps. Automatic optimization counts one step for all optimizers together, and
+            manual optimization counts one for each. A step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
         batches: batches trained on, across all epochs.
         settled: ``batches``, not counting batches whose gradients still wait for the optimizer step.

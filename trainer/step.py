@@ -69,7 +69,7 @@ class TrainStep(ManualStep):
     Attributes:
         losses: reads the loss from what ``training_step`` returned, and counts the items of the window.
         optimizer: the fit's only optimizer, or a :class:`.JointOptimizer` that combines all of them.
-        source: knows this rank's weight in the epoch's last batch, if the batch's size differs between ranks.
+        source: provides this rank's weight in the epoch's last batch, if the batch's size differs between ranks.
         sync: tells the strategy whether the next backward averages gradients across ranks; None if every backward does.
         scales: whether fp16 scales the losses; if so, gradients are unscaled before each step.
         clip: clips an optimizer's gradients; None if they are not clipped.
@@ -77,7 +77,7 @@ class TrainStep(ManualStep):
         clear: clears an optimizer's gradients.
         clearing: the ``on_before_zero_grad`` hooks and ``clear``, each called with the optimizer.
         after_step: the functions called with the optimizer after each of its steps; the same as ``clearing``.
-        check: raises if the user's code steps the optimizer between updates; None in all but a fit's first updates.
+        check: raises if the user's code steps the optimizer between updates; None after a fit's first updates.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class TrainStep(ManualStep):
     def finish_window(self) -> None:
         if self.state.window:
             if self.sync is not None:
-                self.run.strategy.complete_gradients(self.optimizer)  # averages what no backward has averaged
+                self.run.strategy.complete_gradients(self.optimizer)  # no backward has averaged these gradients
             self.update()
 
     def update(self) -> None:
@@ -215,7 +215,7 @@ class TrainStep(ManualStep):
 
 
 class ClosureStep(TrainStep):
-    """A step for optimizers that evaluate the loss themselves, and for modules and precisions with their own step.
+    """A step for optimizers that evaluate the loss themselves, and for a module or Precision that overrides the step.
 
     The closure runs forward, backward, hooks and clipping. Its first call for a batch adds to the gradients of the
     window's earlier micro-batches; further calls (by LBFGS) start from cleared gradients.
@@ -274,7 +274,7 @@ class ClosureStep(TrainStep):
         return evaluated[0]
 
     def without_closure(self) -> str:
-        """Return the message about an ``optimizer_step`` that did not run the closure."""
+        """Return the error text for an ``optimizer_step`` that did not run the closure."""
         precision, owner = self.run.strategy.precision, type(self.run.module)
         how = "Call optimizer.step(closure=optimizer_closure), or optimizer_closure()"
         if precision.needs_closure and overridden(self.run.module, "optimizer_step", TrainingModule) is None:
@@ -313,7 +313,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """A step for a rank that may have no samples in the epoch's last batch, whose values it then discards."""
+    """A step for a rank that may have no samples in the epoch's last batch; if so, it discards that batch's values."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state

@@ -64,7 +64,7 @@ class Trainer:
     argument that is left out is also read from the environment variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
-        accelerator: the kind of device: ``"auto"`` (the best one here), ``"gpu"`` (CUDA, MPS or XPU), ``"cuda"``,
+        accelerator: the kind of device: ``"auto"`` (the best available), ``"gpu"`` (CUDA, MPS or XPU), ``"cuda"``,
             ``"mps"``, ``"xpu"``, ``"tpu"``, ``"cpu"``, or the name of another device that a package adds to torch.
         strategy: how processes share the work: a name, or a Strategy object. ``"auto"`` runs one process on one device,
             and uses ``"ddp"`` on several devices. ``"single_device"`` and ``"cpu"`` run one process. ``"ddp"``,
@@ -264,7 +264,7 @@ class Trainer:
     def _place(self, plugins: Plugins, *where: Any) -> None:
         """Choose the strategy for the device arguments in ``where``, and use the parts that ``plugins`` contains."""
         self.strategy = choose_strategy(*where, plugins=plugins.precision, environment=plugins.environment)
-        #: What makes layers use the batches of all processes, besides ``sync_batchnorm``; or None.
+        #: The user's object that makes layers use the batches of all processes; None for ``sync_batchnorm``.
         self.layer_sync = plugins.layer_sync
         if type(self.layer_sync) is TorchSyncBatchNorm:
             self.sync_batchnorm, self.layer_sync = True, None
@@ -306,10 +306,10 @@ class Trainer:
                 same way.
             datamodule: a DataModule to use instead of loaders.
             ckpt_path: resume from this checkpoint, a path or a URL. ``"last"`` resumes from the newest valid checkpoint
-                in the folders of this run and of earlier starts of the same command; if there is none, the fit
-                warns and starts fresh. ``"auto"`` does the same without the warning, for a command that may be starting
-                for the first time. ``"best"`` resumes from the best checkpoint of the previous run. None starts fresh
-                or, in a job that SLURM requeued, means ``"auto"``.
+                in the folders of this run and of earlier runs of the same command; if there is none, the fit warns and
+                starts fresh. ``"auto"`` does the same without the warning, for a command that may be running for the
+                first time. ``"best"`` resumes from the best checkpoint of the previous run. None starts fresh or, in a
+                job that SLURM requeued, means ``"auto"``.
             weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
             restore: which parts of ``ckpt_path`` to restore. With all of them, the default, the fit continues bit for
                 bit as the saved run would have. ``"model"`` restores the weights and the DataModule's state.

@@ -94,10 +94,10 @@ def verify(
 ) -> VerifyReport:
     """Train a few steps under each strategy; after each step, compare every parameter with one-process training.
 
-    Each run starts from the module's current weights and performs ``steps`` updates on the same batches; a strategy
-    that splits the data gets an equal part of every batch on each process. The reference is one process in float64. A
-    strategy differs if its error exceeds both ``tolerance`` and ten times the error of one process in the same
-    precision. Dropout is switched off, because its masks depend on the process. The module itself is not changed.
+    Each run starts from the module's current weights and performs ``steps`` updates on the same batches. If a strategy
+    splits the data, each process gets an equal part of every batch. The reference is one process in float64. A strategy
+    differs if its error exceeds both ``tolerance`` and ten times the error of one process in the same precision.
+    Dropout is switched off, because its masks depend on the process. The module itself is not changed.
 
     Args:
         module: as for ``fit``; its ``configure_optimizers`` is used.
@@ -164,7 +164,7 @@ def _run(
 
 
 def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
-    """Return the first ``count`` batches of a loader, which is read again when it ends."""
+    """Return the first ``count`` batches of a loader, in several passes if it has fewer."""
     found: list[Any] = []
     epoch = 0
     while len(found) < count:

@@ -71,18 +71,19 @@ def find(owners: Sequence[Any], path: str) -> list[TunedAttribute]:
 def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[TunedAttribute]:
     """Return the attributes and hyperparameters that hold a setting.
 
-    Looks for the name ``asked`` or, if that is empty, for the first of ``names`` that exists.
+    Look for the name ``asked`` or, if that is empty, for the first of ``names`` that exists.
     """
     for name in [asked] if asked else names:
         found = find(owners, name)
         if found:
             return found
-    who = " or ".join(type(owner).__name__ for owner in owners if owner is not None)
+    who = [type(owner).__name__ for owner in owners if owner is not None]
+    lacks = f"{who[0]} has no" if len(who) == 1 else f"Neither {' nor '.join(who)} has an"
     there = sorted({str(key) for owner in owners if owner is not None for key in owner.hparams})
     wanted = repr(asked) if asked else messages.names(names)
     hint = f" Existing hyperparameters: {messages.names(there, 'and')}." if there else ""
     raise AttributeError(
-        f"{who} has neither an attribute nor a hyperparameter {wanted} to set.{hint} Store the value in __init__ "
+        f"{lacks} attribute or hyperparameter {wanted} to set.{hint} Store the value in __init__ "
         f"(self.{names[0]} = {names[0]}, or save_hyperparameters()) and use the stored value, or pass the name of "
         f"the attribute that holds it, such as {argument}='hparams.training.{names[0]}'."
     )

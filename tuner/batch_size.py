@@ -249,8 +249,9 @@ class Trials:
             where = messages.names([place.words for place in self.places], "and")
             key = self.places[0].key if self.places else "batch_size"
             raise RuntimeError(
-                f"{where} was set to {size}, but the loader yields batches of {found}, so it does not use that "
-                f"value. Create the loader in the hook, with DataLoader(..., batch_size=self.{key})."
+                f"{where} {'was' if len(self.places) < 2 else 'were'} set to {size}, but the loader yields batches of "
+                f"{found}, so it does not use that value. Create the loader in the hook, with DataLoader(..., "
+                f"batch_size=self.{key})."
             )
 
 
@@ -284,7 +285,10 @@ class BatchPlan(NamedTuple):
 
 
 def plan(largest: int, effective: int | None, num_ranks: int) -> BatchPlan | None:
-    """Plan the largest batch size up to ``largest`` that evenly divides a process's share of ``effective`` samples."""
+    """Choose the largest batch size, up to ``largest``, that divides a process's share of ``effective`` samples.
+
+    Return None if ``effective`` is None.
+    """
     if effective is None:
         return None
     if effective < 1 or effective % num_ranks:

@@ -232,7 +232,7 @@ def check(run: Run) -> None:
     if not module.automatic_optimization:
         raise RuntimeError(
             f"lr_find varies the learning rate of the optimizer that the trainer steps, but {owner} uses manual "
-            "optimization (automatic_optimization is False). Try rates in a loop of your own, with one fit for each."
+            "optimization (automatic_optimization is False). Try rates in your own loop, with one fit per rate."
         )
     if len(optimizers) != 1:
         raise RuntimeError(

@@ -45,7 +45,7 @@ class SavedState:
     def random(self, device: torch.device) -> None:
         """Save all RNG states, including those of the devices."""
         if kind_of(device).is_available():
-            kind_of(device).initialize()  # otherwise a generator first used in a trial would have no state to restore
+            kind_of(device).initialize()  # otherwise, a generator first used in a trial has no state to restore
         self._random = random_states()
 
     def attributes(self, owner: Any) -> None:

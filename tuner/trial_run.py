@@ -39,7 +39,7 @@ def refuse_strategy(run: Run, what: str) -> None:
     if not strategy.restores_after_trials:
         raise NotImplementedError(
             f"{what} cannot restore the weights and optimizer states that {type(strategy).__name__} manages. Run the "
-            "search once with strategy='ddp' or 'fsdp' (or on one device), and put the value it finds into your "
+            "search once with strategy='ddp' or 'fsdp' (or on one device), and put the value that it finds into your "
             "program."
         )
 

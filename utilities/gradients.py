@@ -23,7 +23,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         gradients, so all processes must call this. In a pipeline, each process gets the norms of all stages.
 
     Raises:
-        ValueError: the module is a part of a model that a pipeline has split, so other stages' gradients are unknown.
+        ValueError: the module is part of a model that a pipeline has split, so other stages' gradients are unknown.
     """
     order = float(norm_type)
     if order <= 0:
@@ -41,12 +41,12 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
 
 def _of_all_stages(module: nn.Module, norms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the norms of all processes, because each process of a pipeline only has its own stages' weights."""
+    """Return the norms of all processes, because each process of a pipeline has only its own stages' weights."""
     trainer = getattr(module, "trainer", None)
     if trainer is None:
         raise ValueError(
-            f"grad_norm got {messages.a(module)} with weights on the meta device. In a pipeline, these weights belong "
-            "to other processes, which only the TrainingModule knows. Pass it: grad_norm(self, 2)."
+            f"grad_norm got {messages.a(module)} with weights on the meta device. In a pipeline, such weights belong "
+            "to other processes, and only the TrainingModule can reach them. Pass it: grad_norm(self, 2)."
         )
     device = trainer.strategy.device
     found = trainer.strategy.gather_objects({name: norm.item() for name, norm in norms.items()})

@@ -1,4 +1,4 @@
-"""Finds out whether a user's class overrides a method."""
+"""Find out whether a user's class overrides a method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_overridden(method_name: str, instance: object | None, parent: type | None
     Args:
         method_name: the method's name.
         instance: the object to check; if None, the result is False.
-        parent: the base class; None means the one of TrainingModule, DataModule, Callback and Strategy that matches.
+        parent: the base class; if None, whichever of TrainingModule, DataModule, Callback and Strategy matches.
 
     Raises:
         ValueError: no base class matches, or ``parent`` has no such method.

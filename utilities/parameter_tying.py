@@ -1,4 +1,4 @@
-"""Finds parameters that a module has under several names, and ties them again."""
+"""Find parameters that a module has under several names, and tie them again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..big_model.module_sizes import find_tied_parameters
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has more than one name."""
+    """Return a list of names for each parameter that has more than one name."""
     return find_tied_parameters(module)
 
 

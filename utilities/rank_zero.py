@@ -1,4 +1,4 @@
-"""Calls functions and prints messages only on rank 0."""
+"""Call functions and print messages only on rank 0."""
 
 from __future__ import annotations
 

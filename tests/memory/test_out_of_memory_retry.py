@@ -228,7 +228,7 @@ def test_other_errors_are_raised_as_they_are_and_wrong_arguments_are_refused() -
 
     with pytest.raises(KeyError, match="mine"):
         find_executable_batch_size(broken)()
-    with pytest.raises(TypeError, match=r"takes no argument.*<lambda>\(batch_size\)"):
+    with pytest.raises(TypeError, match=r"takes no arguments.*<lambda>\(batch_size\)"):
         find_executable_batch_size(lambda: None)
     with pytest.raises(ValueError, match=r"factor=1\.5"):
         find_executable_batch_size(broken, factor=1.5)

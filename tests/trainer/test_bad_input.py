@@ -75,9 +75,9 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("precision", "bf17-mixed", ValueError, ("precision 'bf17-mixed'", "Did you mean 'bf16-mixed'?", "Choose")),
     ("precision", 8, ValueError, ("Unknown precision 8", "Choose '32-true'", "or pass a Precision")),
     ("precision", MixedPrecision, TypeError, ("MixedPrecision", "a class", "Did you mean MixedPrecision()?")),
-    ("logger", "tensorboard", TypeError, ("logger='tensorboard'", "str", "Pass True for TensorBoard")),
-    ("logger", 5, TypeError, ("5", "int", "Pass True for TensorBoard")),
-    ("logger", [CSVLogger], TypeError, ("CSVLogger", "Pass True for TensorBoard")),
+    ("logger", "tensorboard", TypeError, ("logger='tensorboard'", "str", "True for TensorBoard")),
+    ("logger", 5, TypeError, ("5", "int", "True for TensorBoard")),
+    ("logger", [CSVLogger], TypeError, ("CSVLogger", "True for TensorBoard")),
     ("callbacks", Timer, TypeError, ("Timer", "Did you mean Timer()?", "Pass Callback objects")),
     ("callbacks", [3], TypeError, ("3", "not a Callback", "Pass Callback objects")),
     ("callbacks", 3, TypeError, ("3", "not a Callback", "Pass Callback objects")),
@@ -437,8 +437,8 @@ class Data(DataModule):
     ("module", "parts"),
     [
         (TinyModule, ("Trainer.fit() got the class TinyModule", "TrainingModule object", "Did you mean TinyModule()?")),
-        (nn.Linear(1, 1), ("Trainer.fit() got Linear", "TrainingModule object", "Make it an attribute")),
-        (3, ("Trainer.fit() got int", "needs a TrainingModule object")),
+        (nn.Linear(1, 1), ("Trainer.fit() got a Linear", "TrainingModule object", "Make it an attribute")),
+        (3, ("Trainer.fit() got an int", "needs a TrainingModule object")),
         (None, ("Trainer.fit() needs a module", "Pass it as the first argument")),
     ],
 )
@@ -572,7 +572,7 @@ def test_a_module_given_after_its_loaders_is_told_the_order(trainer: Trainer) ->
     refused(
         lambda: trainer.fit(tiny_loader(), TinyModule()),  # type: ignore[arg-type]
         TypeError,
-        "Trainer.fit() got DataLoader as its module",
+        "Trainer.fit() got a DataLoader as its module",
         "Pass the module first, then the loaders",
     )
 
@@ -880,7 +880,7 @@ def test_an_iterator_step_contradicts_accumulation(quiet: dict[str, Any]) -> Non
         ValueError,
         "accumulate_grad_batches=2",
         "dataloader_iter",
-        "does not see the batches",
+        "does not see how many batches",
         "Use training_step(batch, batch_idx)",
     )
 

@@ -414,7 +414,7 @@ def test_a_generator_is_used_up_after_one_validation_which_is_an_error(
     num_sanity_val_steps: int, quiet: dict[str, Any]
 ) -> None:
     trainer = Trainer(max_epochs=2, num_sanity_val_steps=num_sanity_val_steps, **quiet)
-    with pytest.raises(RuntimeError, match=r"yielded no batch. A generator can be read only once"):
+    with pytest.raises(RuntimeError, match=r"yielded no batches. A generator can be read only once"):
         trainer.fit(Net(), loader(), (batch for batch in loader(rows=8)))
     assert trainer.current_epoch == 1
 

@@ -272,7 +272,7 @@ def test_a_parameter_that_two_optimizers_train_is_named(quiet: dict[str, Any]) -
 
     message = (
         r"Given\.configure_optimizers\(\) returned SGD and Adam, and the parameter 'net\.0\.weight' is in both SGD and "
-        r"Adam, so each update would step it twice\. Give each parameter to one optimizer, or set self\.automatic"
+        r"Adam, so each step would change it twice\. Give each parameter to one optimizer, or set self\.automatic"
     )
     with pytest.raises(ValueError, match=message):
         fit(quiet, Given(shared))

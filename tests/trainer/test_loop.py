@@ -250,7 +250,7 @@ def test_a_window_is_never_left_half_way(how: str, quiet: dict[str, Any]) -> Non
 
 
 def test_a_generator_that_is_used_up_is_an_error(quiet: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"yielded no batch in epoch 1. A generator can be read only once"):
+    with pytest.raises(RuntimeError, match=r"yielded no batches in epoch 1. A generator can be read only once"):
         fit(Counting(), (b for b in torch.ones(3, 1)), quiet=quiet, max_epochs=None, max_steps=100)
 
 

@@ -480,23 +480,19 @@ class NoSize(TinyModule):
 
 def test_a_size_that_nobody_reads_is_an_error() -> None:
     with pytest.raises(
-        RuntimeError, match=r"Blind\.batch_size.* was set to 2, but the loader yields batches of 3, so it do"
+        RuntimeError, match=r"Blind\.batch_size.* were set to 2, but the loader yields batches of 3, so it do"
     ):
         tuned(9, Blind())
 
 
 def test_a_missing_attribute_is_an_error_that_lists_the_hyperparameters() -> None:
-    with pytest.raises(
-        AttributeError, match="NoSize has neither an attribute nor a hyperparameter 'batch_size' to set"
-    ):
+    with pytest.raises(AttributeError, match="NoSize has no attribute or hyperparameter 'batch_size' to set"):
         tuned(9, NoSize())
     with pytest.raises(AttributeError, match=r"'size' to set\. Existing hyperparameters: 'batch_size', 'lr' and"):
         tuned(9, FromHooks(), batch_arg_name="size")
     module = NoSize()
     del module.lr
-    with pytest.raises(
-        AttributeError, match="neither an attribute nor a hyperparameter 'lr' or 'learning_rate' to set"
-    ):
+    with pytest.raises(AttributeError, match="has no attribute or hyperparameter 'lr' or 'learning_rate' to set"):
         Tuner(Trainer(**QUIET)).lr_find(module)
 
 
