@@ -31,8 +31,9 @@ def require_main_guard(who: str) -> None:
     if found is None:
         return
     file, number, statement = found
+    line = f"line {number}" if number else "that program"
     raise RuntimeError(
-        f"{who} starts fresh processes, and each of them runs {file} again from the top, so line {number} would start "
+        f"{who} starts fresh processes, and each of them runs {file} again from the top, so {line} would start "
         "more processes. Put code that only the first process should run under a main guard:\n\n"
         f'    if __name__ == "__main__":\n        {statement}\n'
     )

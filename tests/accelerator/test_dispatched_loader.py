@@ -158,7 +158,7 @@ def test_batches_are_cut_for_the_ranks_that_have_none() -> None:
 def test_what_cannot_be_cut_is_repeated_but_refused_where_batches_are_split() -> None:
     batch = ([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.zeros(1, 4)}])
     assert [rows for _, rows in cut(batch, 2)] == [1, 0]
-    with pytest.raises(ValueError, match="do not have the same size in the first dimension"):
+    with pytest.raises(ValueError, match="tensors that differ in the size of the first dimension"):
         cut(batch, 2, must=True)
     names = cut({"x": torch.arange(4), "names": ["a", "b", "c", "d"], "scale": 2.0}, 2)
     assert [part["names"] for part, _ in names] == [["a", "b"], ["c", "d"]]
