@@ -128,9 +128,9 @@ def cut(batch: Any, pieces: int, must: bool = False) -> list[tuple[Any, int]]:
     rows = _rows(batch)
     if rows is None and must:
         raise ValueError(
-            f"split_batches=True splits every batch into {pieces} parts, but the tensors in this batch "
-            f"({type(batch).__name__}) do not have the same size in the first dimension. Leave out split_batches so "
-            "that each process gets full batches."
+            f"split_batches=True splits every batch into {pieces} parts, but this batch ({type(batch).__name__}) "
+            "contains no tensors, or tensors that differ in the size of the first dimension. Leave out "
+            "split_batches so that each process gets full batches."
         )
     if not rows:
         return [(batch, 1)] + [(batch, 0)] * (pieces - 1)

@@ -235,10 +235,11 @@ def _by_name(
         made.place(found, _nodes(num_nodes, cluster, made, name))
         return made
     if len(found) > 1 or num_nodes > 1:
+        strategy = getattr(made, "__name__", made)
         raise ValueError(
-            f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {getattr(made, '__name__', made)} "
-            "runs in a single process. Derive your class from paceline.strategies.DistributedStrategy, or leave devices "
-            "and num_nodes out."
+            f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {strategy} runs "
+            "in a single process. Derive your class from paceline.strategies.DistributedStrategy, or leave devices and "
+            "num_nodes out."
         )
     return _checked(made(found[0], precision), made)
 

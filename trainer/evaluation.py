@@ -156,8 +156,7 @@ class EvalLoop:
             for batch, is_mine in run.trainer.profiler.iterate(FETCHES[self.kind], self.in_step(batches, known)):
                 batch_idx += 1
                 state.evaluated += 1
-                state.boundaries += may_stop
-                if state.stop_requested and may_stop and stops.at(state.boundaries):
+                if may_stop and stops.here():
                     raise stops.by_signal()
                 metrics.batch = batch
                 at_end = unknown and batches.exhausted and batch_idx + 1 < limit

@@ -195,8 +195,11 @@ class FitLoop:
                 if hook_values.active:
                     hook_values.share(weight=run.source.last_share if state.is_last_batch else 1.0)
                 # All ranks stop after the same batch. They agree on it in `at` once any of them has been asked to stop.
-                state.boundaries += 1
-                reason = stops.at(state.boundaries) if state.stop_requested else ""
+                if state.stop_requested:
+                    reason = stops.here()
+                else:
+                    state.boundaries += 1
+                    reason = stops.at(state.boundaries) if state.stop_requested else ""
                 if every_batch or reason or (state.stepped and state.updates % log_every == 0):
                     reason = self.after_hooks(reason, outputs)
                 else:

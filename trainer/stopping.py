@@ -38,7 +38,11 @@ class Stops:
         self._found: Stop | None = None
 
     def here(self) -> Reason:
-        """Pass a boundary; return why the run stops there, or an empty string. The loop inlines this code."""
+        """Pass a boundary; return why the run stops there, or an empty string.
+
+        The training loop inlines the case in which nobody has requested a stop. :class:`.stop_agreement.StopVote`
+        explains the order.
+        """
         reason = self.at(self.state.boundaries + 1) if self.state.stop_requested else ""
         self.state.boundaries += 1
         if self.state.stop_requested:

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import ranks
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 
 from paceline import Callback, Trainer
 from paceline.callbacks import HangDetector, ModelCheckpoint, Timer
+from paceline.strategies import SingleDevice
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "broadcast_object_list")
@@ -181,7 +182,7 @@ def test_fits_of_one_process_group_share_their_threads(found: list[dict[str, Any
 
 SCRIPT = """
 import os, signal, sys
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from paceline import Trainer
 from paceline.callbacks import ModelCheckpoint
 
@@ -195,6 +196,35 @@ Trainer(
     enable_model_summary=False, callbacks=ModelCheckpoint("saved", save_last=True),
 ).fit(Net(), tiny_loader(20000))
 """
+
+
+class Replies(SingleDevice):
+    """Notes by how much the boundary in each reply is ahead of the last boundary that the run has passed."""
+
+    def begin_run(self, run: Any) -> None:
+        self.run, self.ahead = run, []
+
+    def decide_stop(self, boundary: int, signum: int, wants: bool) -> Any:
+        self.ahead.append(boundary - self.run.boundaries)
+        return super().decide_stop(boundary, signum, wants)
+
+
+@pytest.mark.parametrize("kind", ["fit", "test"])
+def test_a_rank_that_requests_a_stop_replies_before_it_passes_the_boundary(kind: str) -> None:
+    """Otherwise its listening thread could reply first, with the next boundary: all ranks would stop a batch later."""
+    strategy: Any = Replies()
+    acts = (
+        Acts("stop", "on_train_batch_end", (0,))
+        if kind == "fit"
+        else Acts(signal.SIGTERM, "on_test_batch_end", (0,), 0)
+    )
+    trainer = Trainer(**QUIET | {"strategy": strategy, "max_epochs": 1, "callbacks": [acts]})
+    if kind == "fit":
+        trainer.fit(TinyModule(), tiny_loader(8))
+    else:
+        with pytest.raises(SystemExit, match="143"):
+            trainer.test(TinyModule(), tiny_loader(8))
+    assert strategy.ahead == [1]
 
 
 @pytest.mark.parametrize(("told", "name"), [("rank", "SIGTERM"), ("launcher", "SIGUSR1")])
@@ -217,7 +247,7 @@ def test_the_launcher_ends_with_the_signals_status(told: str, name: str, tmp_pat
 
 WITH_WORKERS = """
 import sys
-from tiny import TinyModule, tiny_loader
+from tiny import QUIET, TinyModule, tiny_loader
 from torch.utils.data import DataLoader
 from paceline import Callback, Trainer
 from paceline.callbacks import ModelCheckpoint
