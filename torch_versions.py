@@ -89,7 +89,7 @@ def lacks(owner: str, name: str) -> bool:
 
 
 def untried() -> str | None:
-    """Return a warning, with any missing private names, if the installed torch is newer than :data:`NEWEST_TRIED`."""
+    """Return a warning if torch is newer than :data:`NEWEST_TRIED`; it lists private names that torch no longer has."""
     major, minor, *_ = torch.__version__.split(".")
     if (int(major), int(minor)) <= NEWEST_TRIED:
         return None

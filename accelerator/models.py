@@ -163,9 +163,9 @@ class PreparedModel:
         vars(self).update({name: value for name, value in state.items() if name != "gradients"})
         if not is_initialized(self.module):
             raise TypeError(
-                f"{type(self.module).__name__} stores the Accelerator, or an optimizer, that it was prepared with, so "
-                "neither can be unpickled before the other. Pickle the Accelerator, which includes the module, or "
-                "don't store the Accelerator and its optimizers in the module."
+                f"{type(self.module).__name__} stores the Accelerator or optimizer that it was prepared with. Each "
+                "contains the other, so neither can be unpickled first. Pickle the Accelerator, which includes the "
+                "module, or don't store the Accelerator and its optimizers in the module."
             )
         self.strategy.setup_environment()
         self._know_parameters()

@@ -107,7 +107,7 @@ class LossGuard(Callback):
                 raise ValueError(f"LossGuard: {name}={value!r} must be a whole number of at least {least}.")
         for name, distance in (("atol", atol), ("rtol", rtol)):
             if distance is not None and not distance >= 0:
-                raise ValueError(f"LossGuard: {name}={distance!r} must be a distance of 0 or more, or None.")
+                raise ValueError(f"LossGuard: {name}={distance!r} must be a number of 0 or more, or None.")
         self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
         self.exclude_batches_path = None if exclude_batches_path is None else os.path.abspath(exclude_batches_path)
         self.finite_only = finite_only
@@ -196,7 +196,7 @@ class LossGuard(Callback):
     def _note(self, trainer: Trainer, loss: float) -> None:
         """Record and report a bad loss and act on it. Returns only if the batch should be skipped."""
         state, mean = trainer.state, self.running_mean
-        against = "no running mean yet" if mean is None else f"running mean {mean:.6g} of {len(self._good)}"
+        against = "no running mean yet" if mean is None else f"running mean {mean:.6g} of {len(self._good)} losses"
         what = (
             f"LossGuard: the loss is {loss:.6g} ({against}) at step {state.global_step}, epoch {state.epoch}, batch "
             f"{state.batch_idx}"

@@ -180,7 +180,9 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
             "weights_only=False)."
         )
     if lacking:
-        held = f"the checkpoint's hyperparameters are only {', '.join(saved)}" if saved else "the checkpoint has none"
+        held = (
+            f"of its arguments, the checkpoint stores only {', '.join(saved)}" if saved else "the checkpoint has none"
+        )
         again = ", ".join(f"{name}=..." for name in lacking)
         kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
         if saved:

@@ -35,7 +35,8 @@ def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
     """If any states were derived instead of restored, print one message that lists them.
 
-    ``alike`` is the same as for :func:`entry_of`; ``then`` and ``now`` are the rank counts of the saved and this run.
+    ``alike`` is the same as for :func:`entry_of`; ``then`` and ``now`` are the numbers of ranks
+    in the saved run and in this run.
     """
     if derived:
         other = f" was written by {_count(then)}, but this run has {_count(now)}, so the checkpoint"

@@ -6,7 +6,7 @@ from .base import DeviceKind
 
 
 class CPU(DeviceKind):
-    """The CPU. Its RNG state is the host's, and its memory use is the process's; other code reads both."""
+    """The CPU. Other code reads the host's RNG state and the process's memory use."""
 
     name = "cpu"
     title = "CPU"

@@ -204,7 +204,7 @@ class Report:
         page, data = place / f"{name}.html", place / f"{name}.json"
         page.write_text(self.html(), encoding="utf-8")
         data.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
-        messages.info(f"The doctor's report is in {page} (and as data in {data.name} next to it).")
+        messages.info(f"The doctor's report is in {page}; its data is in {data.name} in the same folder.")
         return page, data
 
     def html(self) -> str:

@@ -66,7 +66,7 @@ def is_shared() -> bool:
 
 
 def leave_alone() -> None:
-    """Leave the process group that :func:`join` created for this process alone, if there is one."""
+    """If :func:`join` created a process group of a single process, leave that group."""
     if dist.is_initialized() and not is_shared():
         leave()
 

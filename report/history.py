@@ -127,7 +127,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """The total time of all starts in seconds, without the time between starts."""
+        """The run's total running time in seconds, without the time between its starts."""
         return sum(self.clock.values())
 
     @property

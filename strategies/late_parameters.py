@@ -1,4 +1,4 @@
-"""Parameters that were frozen or missing when the model was wrapped for training, so that the wrapper ignores them."""
+"""Parameters that the training wrapper ignores, because they were frozen or missing when it wrapped the model."""
 
 from __future__ import annotations
 

@@ -305,10 +305,10 @@ class FitLoop:
         return StepIterator(found, start_batch, self.metrics) if self.takes_iterator else found
 
     def start_fetching(self, batches: Any, start_batch: int) -> Iterator[Any]:
-        """Return the batch iterator. If batches are fetched one ahead, this already fetches the first batch.
+        """Return the batch iterator. If batches are prefetched, this also fetches the first batch.
 
-        In a resumed fit, this also restores the saved run's state and finishes the batch after which the checkpoint was
-        saved.
+        In a resumed fit, this also restores the saved run's state, and does the work that was still pending for the
+        last batch before the save.
         """
         resumed = self.resumed if start_batch > 0 else None
         if resumed is not None:

@@ -93,7 +93,7 @@ class MetricStore:
         return before
 
     def back(self, place: Place) -> None:
-        """Return to the point in the run that :meth:`enter` returned."""
+        """Restore the point in the run that :meth:`enter` returned."""
         self._moment, self.records, self._dataloader_idx = place
 
     def define(self, name: str, value: Any, options: RecordOptions) -> Record:
@@ -321,7 +321,7 @@ class MetricStore:
     def progress_bar_metrics(self) -> dict[str, float]:
         """Return the values logged with ``prog_bar=True``, as numbers.
 
-        On an accelerator, they may be one progress bar refresh old.
+        On an accelerator, they may lag by one refresh of the progress bar.
         """
         found: dict[str, Any] = {}
         for _, record in self._stage_records(self.state.stage):
@@ -395,7 +395,7 @@ class MetricStore:
         self._share()
 
     def end_loader(self) -> None:
-        """Compute the metrics that an evaluation's loader has logged, before the next loader updates them."""
+        """Compute the metrics logged for one evaluation loader, before batches of the next loader update them."""
         self._share()
         for record in self.records.values():
             if isinstance(record, MetricRecord) and record.seen and record.on_epoch:

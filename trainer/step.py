@@ -235,7 +235,7 @@ class ClosureStep(TrainStep):
         self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
 
     def refuse(self, why: str) -> None:
-        """Raise an error for an accumulation that the optimizer does not support."""
+        """Raise an error, because the optimizer does not support this gradient accumulation."""
         raise ValueError(why)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:

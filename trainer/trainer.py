@@ -888,7 +888,8 @@ class Trainer:
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the progress bar.
 
-        On an accelerator, they may be one progress bar refresh old, because reading them does not wait for the device.
+        On an accelerator, they may lag by one refresh of the progress bar, because reading them does not wait for the
+        device.
         """
         return bar_values(self.current_run.metrics)
 

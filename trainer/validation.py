@@ -34,7 +34,7 @@ class Validation:
         self.random: dict[str, Any] | None = None
 
     def comes(self) -> bool:
-        """Return True if a remaining epoch of this fit includes a validation."""
+        """Return True if validation will run in any remaining epoch of this fit."""
         run, state = self.run, self.run.state
         if not run.source.validates() or run.trainer.limit_train_batches == 0:
             return False

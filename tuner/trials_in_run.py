@@ -121,7 +121,7 @@ def take_size(
 
 
 def _put_size(run: Run, places: list[TunedAttribute], given: Any, decided: BatchPlan) -> None:
-    """Set the batch size and the accumulation."""
+    """Set the batch size and the number of batches to accumulate."""
     for place in places:
         place.set(decided.size)
     if given is not None:

@@ -428,7 +428,7 @@ def _counting_batches(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counting_unstepped(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a step's constructor to also count calls of the module's ``optimizer_step`` that only run the closure."""
+    """Wrap a step's constructor so that an ``optimizer_step`` that only runs the closure counts as an update."""
 
     def call(one: Any, *args: Any) -> None:
         init(one, *args)

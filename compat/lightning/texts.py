@@ -92,8 +92,8 @@ def _advise_workers(trainer: Any, loader: DataLoader[Any], name: str) -> None:
         )
     elif workers <= 2 < most or workers < 2 <= most:
         messages.warn(
-            f"{name} has num_workers={workers}, so loading may be slower than training. Raise num_workers to at most "
-            f"{most} on this machine."
+            f"{name} has num_workers={workers}, so loading may be slower than training. Increase "
+            f"num_workers; this machine supports up to {most}."
         )
     if loader.persistent_workers and loader.pin_memory and trainer.reload_dataloaders_every_n_epochs:
         messages.warn(

@@ -242,7 +242,7 @@ def _offload(asked: Any) -> Any:
 
 
 def _policy(asked: Any) -> Any:
-    """Convert FSDP 1's policy, a dict of arguments or the name of a dtype to FSDP2's mixed-precision policy."""
+    """Convert an FSDP 1 policy, a dict of arguments, a dtype or its name to an FSDP2 mixed-precision policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if asked is None or isinstance(asked, MixedPrecisionPolicy):

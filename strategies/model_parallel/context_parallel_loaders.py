@@ -50,8 +50,8 @@ class SplitBatches(SplitSequences):
             has = f"has the keys {names}" if names else f"is {messages.a(batch)}"
             raise ValueError(
                 f"{_SAID} needs batches with input_ids and position_ids, but the batch {has}. Return a dict from "
-                "collate_fn, with position_ids=torch.arange(length) for each sequence, because a process cannot tell "
-                "positions from its part alone."
+                "collate_fn, with position_ids=torch.arange(length) for each sequence. A process has only part of "
+                "a sequence, and cannot infer the positions from it."
             )
         named = dict(batch)
         labels = named.pop("labels", None)

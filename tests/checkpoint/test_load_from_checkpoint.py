@@ -150,7 +150,7 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
 
     saved(Needs(nn.Identity()), tmp_path / "x.ckpt")
     told = (
-        r"Needs\.__init__ needs 'net', but the checkpoint's hyperparameters are only depth\."
+        r"Needs\.__init__ needs 'net', but of its arguments, the checkpoint stores only depth\."
         r".*load_from_checkpoint\(path, net=\.\.\.\), or use an argument that a checkpoint can store"
     )
     with pytest.raises(TypeError, match=told):
