@@ -24,6 +24,7 @@ REASONS: dict[str, str] = {
     "faults/test_two_nodes.py::test_two_machines_learn_what_one_with_as_many_processes_learns": (
         "six fresh interpreters in two network namespaces"
     ),
+    "strategies/deepspeed/test_gradients.py": "the first use of a stage of DeepSpeed compiles and imports",
     "strategies/deepspeed/test_strategy.py": "the first use of a stage of DeepSpeed compiles and imports",
     "loggers/test_resume.py::test_wandb_goes_on_with_the_run_of_the_checkpoint": "starts wandb's own process twice",
     "compat/test_lightning.py::test_a_program_and_the_processes_that_it_starts_find_it": (
