@@ -82,6 +82,7 @@ class PreparedLoader(DataLoader[Any]):
         end_of_dataloader: whether the most recent batch is the last one of its pass.
         reading: the pass that yielded the most recent batch; None outside a pass.
         derived: text for messages that says what :meth:`load_state_dict` had to compute instead of restoring.
+        lengths: each process's number of batches if a pass has more of them on some processes; otherwise empty.
     """
 
     _is_accelerate_prepared = True
@@ -90,6 +91,7 @@ class PreparedLoader(DataLoader[Any]):
     end_of_dataloader: bool
     reading: Pass | None
     derived: str
+    lengths: list[int]
     gradient_state: GradientState
 
     def __init__(
@@ -136,11 +138,15 @@ class PreparedLoader(DataLoader[Any]):
 
     def _common_length(self) -> int | float:
         """Return the number of batches after which a pass must stop; inf if there is no limit."""
-        if self.strategy.world_size == 1 or isinstance(self._source, Dispatched) or not self._even:
+        vars(self)["lengths"] = []
+        if self.strategy.world_size == 1 or isinstance(self._source, Dispatched):
             return INF
         found = self.strategy.gather_objects(length_of(self._source))
         known = [length for length in found if length is not None]
         if len(known) < len(found) or len(set(known)) == 1:
+            return INF
+        if not self._even:
+            vars(self)["lengths"] = known
             return INF
         messages.warn(
             f"The number of batches differs between processes ({', '.join(map(str, known))}). Each process uses only "

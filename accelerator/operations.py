@@ -87,10 +87,20 @@ def gather_for_metrics(
     if they come from a process that has only repeated samples. All other values are gathered in full, with a warning if
     the pass ended with repeated samples. With ``in_parts``, each process has the result for one part of each sequence,
     and the results for all parts are gathered.
+
+    Raises:
+        RuntimeError: the processes have different numbers of batches, so some would wait for the others.
     """
     group = strategy.parts_group if in_parts else strategy.data_group
     if strategy.world_size == 1:
         return data
+    if loader is not None and loader.lengths:
+        raise RuntimeError(
+            f"gather_for_metrics was called while reading a loader that has {messages.names(loader.lengths, 'and')} "
+            "batches on the processes (even_batches=False), so the last calls would wait for processes that have no "
+            "batch. Set even_batches=True: gather_for_metrics leaves out repeated samples, so each counts once. Or "
+            "collect the results, and call accelerator.gather_for_metrics after the loop."
+        )
     objects = use_gather_object or not _only_tensors(data)
     own, counting = (0, 0) if loader is None else (loader.batch_rows, loader.rows)
     if strategy.num_data_ranks > 1 and loader is not None and loader.end_of_dataloader:
@@ -142,9 +152,14 @@ def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
 
 
 def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Reduce every tensor across processes, then multiply it by ``scale``."""
+    """Reduce every tensor across processes, then multiply it by ``scale``.
+
+    Raises:
+        TypeError: the data contains something other than tensors.
+    """
     if reduction not in REDUCTIONS:
         raise ValueError(messages.unknown("reduction", reduction, REDUCTIONS))
+    _refuse_others("reduce", data)
     _require_alike("reduce", data, strategy)
 
     def one(tensor: Tensor) -> Tensor:

@@ -221,6 +221,10 @@ class Strategy(Placement, Communication, State):
         """
         return None
 
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient or None; every process must call this, as a strategy may gather it."""
+        return parameter.grad
+
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""
         grads = gradients(optimizer)

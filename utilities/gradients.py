@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 from torch import nn
 
@@ -19,8 +21,9 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
     Returns:
         Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of all these
-        norms. The dict is empty if there are no gradients. With sharded gradients, these are the norms of the whole
-        gradients, so all processes must call this. In a pipeline, each process gets the norms of all stages.
+        norms. The dict is empty if there are no gradients. With sharded gradients (FSDP, DeepSpeed), these are the
+        norms of the whole gradients, so all processes must call this. In a pipeline, each process gets the norms of
+        all stages. Under DeepSpeed, the module must be the TrainingModule, because only its Trainer has the gradients.
 
     Raises:
         ValueError: the module is part of a model that a pipeline has split, so other stages' gradients are unknown.
@@ -28,10 +31,13 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     order = float(norm_type)
     if order <= 0:
         raise ValueError(f"grad_norm: norm_type={norm_type!r} must be a positive number or 'inf'.")
+    trainer = getattr(module, "_trainer", None)
+    read = attrgetter("grad") if trainer is None else trainer.strategy.full_gradient
+    gradients = ((name, read(parameter)) for name, parameter in module.named_parameters())
     norms = {
-        f"grad_{order}_norm{group_separator}{name}": full_value(parameter.grad.detach().norm(order))
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
+        f"grad_{order}_norm{group_separator}{name}": full_value(gradient.detach().norm(order))
+        for name, gradient in gradients
+        if gradient is not None
     }
     if any(parameter.is_meta for parameter in module.parameters()):
         norms = _of_all_stages(module, norms)

@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
@@ -47,7 +48,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     the weights. Only one optimizer is supported. It updates flat float32 slices of the weights, so it must treat each
     element independently (as SGD, Adam and AdamW do). After backward, the gradients are in slices with the same layout,
     not in ``parameter.grad``. To read a gradient, use ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter
-    that the loss does not depend on has a zero gradient, so weight decay still shrinks it.
+    that the loss does not depend on has a zero gradient, so momentum and weight decay still change it.
 
     ``"bf16-mixed"`` and ``"16-mixed"`` use autocast with float32 weights, as with any strategy. ``"bf16-true"`` and
     ``"16-true"`` are DeepSpeed's 16-bit modes: 16-bit weights and gradients, float32 weights in the sharded
@@ -94,8 +95,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._num_groups = 0
         self._late = LateParameters()
         self._pieces: dict[int, zero_partitions.Piece] = {}
-        self._counts: dict[nn.Parameter, tuple[int | None, int | None]] = {}
+        self._trained: list[nn.Parameter] = []
+        self._counts: list[tuple[int | None, int | None]] = []  # of changes of each trained parameter
         self._overflow: Tensor | None = None
+        self._has_gradients = self._gradients_are_final = False
 
     # ---- placement ---------------------------------------------------------------------------------------------------
 
@@ -153,6 +156,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         accumulate = getattr(trainer, "accumulate_grad_batches", None)
         clip = getattr(trainer, "gradient_clip_val", None)
         configuration.refuse_contradictions(self.config, self.precision.name, accumulate, clip)
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ValueError(
+                    f"{name} has the shape (), but DeepSpeed can only send parameters with a dimension to other "
+                    "processes. Give it the shape (1,), or use strategy='fsdp' or 'ddp'."
+                )
         self.same_model(module)
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)
@@ -192,10 +201,12 @@ class DeepSpeedStrategy(DistributedStrategy):
                 "Unfreeze some parameters, or use strategy='ddp'."
             )
         self._start_engine(_double(optimizer, [groups[i] for i in self._groups]))
+        optimizer.zero_grad = partial(self._zero_grad, optimizer)
         frozen = [p for p in self._root.inner.parameters() if not p.requires_grad]
         self._late.watch(frozen, self._refuse_late_gradient)
         self._pieces = zero_partitions.pieces(self._engine.optimizer)
-        self._counts = zero_partitions.change_counts(self._engine.optimizer)
+        self._trained = zero_partitions.trained_parameters(self._engine.optimizer)
+        self._counts = zero_partitions.change_counts(self._trained)
         return optimizers
 
     def _start_engine(self, optimizer: Optimizer | None) -> None:
@@ -225,7 +236,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._engine is not None:
             self._engine.destroy()
         self._late.forget()
-        self._engine, self._pieces, self._counts, self._groups, self._overflow = None, {}, {}, [], None
+        self._engine, self._overflow = None, None
+        self._pieces, self._trained, self._counts, self._groups = {}, [], [], []
+        self._has_gradients = self._gradients_are_final = False
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         step = super().bind_step(step, wrapped, training)
@@ -256,7 +269,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             "_engine": None,
             "_root": None,
             "_pieces": {},
-            "_counts": {},
+            "_trained": [],
+            "_counts": [],
             "_overflow": None,
         }
 
@@ -271,6 +285,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._engine.allreduce_gradients()
         else:  # other stages reduce in each backward
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
+        self._gradients_are_final = True
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -278,11 +293,22 @@ class DeepSpeedStrategy(DistributedStrategy):
         loss = self.precision.scale_loss(loss)
         if not loss.requires_grad:
             loss.backward()  # raises torch's error for a loss without a graph; DeepSpeed would fail an assertion
+        zero = self._engine.optimizer
+        earlier = zero_partitions.begin_backward(zero, self._gradients_are_final)
         if how is None:
             self._engine.backward(loss, scale_wrt_gas=False)
         else:
             with self.precision.backward_context():
                 how(self._engine.scale(loss))
+        self._has_gradients, self._gradients_are_final = True, self._engine.is_gradient_accumulation_boundary()
+        if self._gradients_are_final:
+            zero_partitions.complete_backward(zero, earlier)
+
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the full gradient on every rank; None before it is complete. Every rank must call this."""
+        if not self._gradients_are_final or id(parameter) not in self._pieces:
+            return None
+        return import_module("deepspeed.utils").safe_get_full_grad(parameter) / self._loss_scale
 
     @property
     def _loss_scale(self) -> float:
@@ -328,13 +354,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._pass_settings(optimizer)
         self.unscale_gradients(optimizer)
         self._keep_changes()
-        lasting = zero_partitions.lasting_gradients(engine.optimizer)
         engine.step()
         setattr(optimizer, HAS_STEPPED, True)  # schedulers check this
         stepped = engine.was_step_applied()
-        if not stepped:
-            for grad in lasting:  # infinite values would stay in the padding, because backward does not write there
-                grad.zero_()
+        self._clear_gradients()
         precision: Any = self.precision
         if self._overflow is not None:
             precision.settle(optimizer, self._overflow)
@@ -346,6 +369,16 @@ class DeepSpeedStrategy(DistributedStrategy):
             )
         return stepped
 
+    def _clear_gradients(self) -> None:
+        if self._engine is not None and self._has_gradients:
+            zero_partitions.clear_gradients(self._engine.optimizer)
+            self._has_gradients = self._gradients_are_final = False
+
+    def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        """Clear the gradients in DeepSpeed's buffers too, for example if the user discards them without a step."""
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        self._clear_gradients()
+
     def _keep_changes(self) -> None:
         """Keep changes that the user's code has made to the weights since the last step.
 
@@ -356,24 +389,27 @@ class DeepSpeedStrategy(DistributedStrategy):
             RuntimeError: a weight of stage 3 was changed while DeepSpeed held it elsewhere, or a weight was frozen.
         """
         zero = self._engine.optimizer
-        counts = zero_partitions.change_counts(zero)
-        frozen = next((one for one in counts if not one.requires_grad), None)
+        frozen = next((one for one in self._trained if not one.requires_grad), None)
         if frozen is not None:
             raise RuntimeError(
                 f"{self._name_of(frozen)} was frozen after training began, but DeepSpeed's optimizer would still "
                 "change it. Freeze it before training, or use strategy='fsdp' or 'ddp'."
             )
-        changed = [one for one, count in counts.items() if count != self._counts[one]]
-        for one in changed if zero_partitions.splits(zero) else ():
-            if counts[one][1] == self._counts[one][1] and self._pieces[id(one)].numel:
+        before, counts = self._counts, zero_partitions.change_counts(self._trained)
+        if counts != before and zero_partitions.splits(zero):
+            self._refuse_lost_changes(before, counts)
+        if counts != before or not zero_partitions.offloads(zero):
+            zero_partitions.keep_changes(zero)
+        self._counts = counts
+
+    def _refuse_lost_changes(self, before: list[tuple[int | None, int | None]], counts: list[Any]) -> None:
+        for one, was, now in zip(self._trained, before, counts, strict=True):
+            if now != was and now[1] == was[1] and self._pieces[id(one)].numel:
                 raise RuntimeError(
                     f"{self._name_of(one)} was changed in place, but DeepSpeed's stage 3 keeps its values elsewhere, "
                     "so the change would be lost. Change it outside training_step within `with "
                     "deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, or use stage=2."
                 )
-        self._counts = counts
-        if changed or not zero_partitions.offloads(zero):
-            zero_partitions.keep_changes(zero)
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         names = {id(one): name for name, one in self._root.inner.named_parameters()} if self._root else {}
@@ -492,7 +528,8 @@ def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Return an optimizer of the same class, with the same settings, but with its own groups for ZeRO's partitions."""
     double = object.__new__(type(optimizer))
     vars(double).update(vars(optimizer))
-    vars(double).pop("step", None)  # a scheduler has wrapped it
+    for name in ("step", "zero_grad"):  # a scheduler or this strategy has wrapped them
+        vars(double).pop(name, None)
     double.param_groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     double.state = defaultdict(dict)
     return double

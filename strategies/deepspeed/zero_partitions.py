@@ -83,9 +83,61 @@ def gradients(zero: Any) -> list[Tensor]:
     return [grad for found in zero.averaged_gradients.values() for grad in found or () if grad is not None]
 
 
-def lasting_gradients(zero: Any) -> list[Tensor]:
-    """Return the gradients whose memory the next step reuses; empty if each step allocates new gradients."""
-    return gradients(zero) if splits(zero) or offloads(zero) else []
+def begin_backward(zero: Any, gradients_are_final: bool) -> list[Tensor]:
+    """Prepare for a backward pass; return the gradients of earlier ones that it would replace, to be added afterwards.
+
+    ``gradients_are_final`` says whether a backward pass since the last step has completed the gradients.
+    """
+    zero.clear_backward_seen_flag()  # DeepSpeed does this in a forward pass, but one may have several backward passes
+    if not gradients_are_final or splits(zero):
+        return []
+    if not offloads(zero):
+        return gradients(zero)
+    if zero.micro_step_id == 0:
+        _keep_offloaded(zero)
+    return []
+
+
+def _keep_offloaded(zero: Any) -> None:
+    """Copy the gradients of a window's only backward pass to where DeepSpeed adds those of the next one to them."""
+    for params, flat in zip(zero.params_in_partition, zero.single_partition_of_fp32_groups, strict=True):
+        for parameter in params:
+            key = zero.get_param_id(parameter)
+            _, first, start, numel = zero.grad_position[key]
+            if key not in zero.accumulated_grads_in_cpu:
+                kept = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device)
+                zero.accumulated_grads_in_cpu[key] = kept
+            part = flat.grad[start : start + numel]
+            zero.accumulated_grads_in_cpu[key][first : first + numel] = part
+            zero._offload_accumulated_param_ids.add(key)
+
+
+def complete_backward(zero: Any, earlier: list[Tensor]) -> None:
+    """Complete the gradients after the last backward pass of a window; ``earlier`` is from :func:`begin_backward`."""
+    for grad, before in zip(gradients(zero), earlier, strict=False):
+        if grad is not before:  # otherwise DeepSpeed has added to it
+            grad.add_(before)
+    if offloads(zero) and zero.micro_step_id > 0:
+        zero.finalize_gradient_accumulation_boundary()  # of parameters that the last backward pass did not reach
+
+
+def clear_gradients(zero: Any) -> None:
+    """Discard all gradients, also those that the next backward pass may not replace."""
+    zero.zero_grad()
+    if splits(zero):
+        kept = [zero.grad_partitions_flat_buffer]
+        zero._offload_boundary_param_ids = set()
+    else:
+        kept = list(zero.accumulated_grads_in_cpu.values()) if offloads(zero) else []
+        zero._offload_accumulated_param_ids = set()
+        zero.micro_step_id = -1
+        for found in (zero.averaged_gradients, zero.all_grad_tensors):
+            found.update(dict.fromkeys(found))
+    if offloads(zero):
+        zero.reset_cpu_buffers()
+        kept += gradients(zero)
+    for grad in kept:
+        grad.zero_()
 
 
 def splits(zero: Any) -> bool:
@@ -101,14 +153,18 @@ def offloads(zero: Any) -> bool:
 # ---- weights that the user's code changes ----------------------------------------------------------------------------
 
 
-def change_counts(zero: Any) -> dict[nn.Parameter, tuple[int | None, int | None]]:
-    """Return two change counts for each trained parameter: one for its values and one for this rank's shard.
+def trained_parameters(zero: Any) -> list[nn.Parameter]:
+    """Return the parameters that DeepSpeed's optimizer trains."""
+    groups = zero.fp16_groups if splits(zero) else zero.bit16_groups
+    return [parameter for group in groups for parameter in group]
+
+
+def change_counts(trained: list[nn.Parameter]) -> list[tuple[int | None, int | None]]:
+    """Return two change counts for each parameter: one for its values and one for this rank's shard.
 
     Both are the same if each rank holds the whole parameter. DeepSpeed's own steps do not count.
     """
-    groups = zero.fp16_groups if splits(zero) else zero.bit16_groups
-    trained = [parameter for group in groups for parameter in group]
-    return {one: (change_count(one), change_count(getattr(one, "ds_tensor", one))) for one in trained}
+    return [(change_count(one), change_count(getattr(one, "ds_tensor", one))) for one in trained]
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import messages
 from paceline.accelerator import nested_tensors, operations
-from paceline.accelerator.loaders import prepare_data_loader
+from paceline.accelerator.loaders import DataLoaderConfiguration, prepare_data_loader
 from paceline.accelerator.operations import (
     DistributedOperationException,
     broadcast,
@@ -136,6 +136,25 @@ def test_samples_without_tensors_come_back_once_each(shape: Any, collate: Any) -
         return found == [str(i) for i in range(5)] * 2
 
     assert ranks(2, evaluate) == [True, True]
+
+
+def test_gather_for_metrics_over_loaders_of_different_lengths_is_an_error_at_once() -> None:
+    def read() -> tuple[list[str], list[int]]:
+        strategy = joined()
+        config = DataLoaderConfiguration(even_batches=False)
+        loader = prepare_data_loader(DataLoader(torch.arange(9), batch_size=4), strategy, config)
+        said, rows = [], []
+        for x in loader:
+            with pytest.raises(RuntimeError, match="has 2 and 1 batches on the processes") as info:
+                gather_for_metrics(x, strategy, loader)
+            said.append(str(info.value))
+            rows.append(x)
+        return said, sorted(gather_for_metrics(torch.cat(rows), strategy).tolist())
+
+    (first, every), (second, same) = ranks(2, read)
+    assert (len(first), len(second)) == (2, 1)
+    assert "Set even_batches=True" in first[0]
+    assert every == same == list(range(9))
 
 
 def test_u5_what_was_reduced_before_comes_back_whole_with_one_warning_and_numbers_once() -> None:
@@ -396,3 +415,17 @@ def test_tensors_in_a_structure_are_freed_without_collecting_garbage() -> None:
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_a_sum_of_masks_counts_the_processes() -> None:
+    def total() -> Any:
+        strategy = joined()
+        found = reduce(torch.tensor([True, False, strategy.global_rank == 1]), strategy, "sum")
+        return found.dtype, found.tolist()
+
+    assert ranks(2, total) == [(torch.int64, [2, 0, 1])] * 2
+
+
+def test_reduce_refuses_numbers_which_it_would_not_reduce() -> None:
+    with pytest.raises(TypeError, match=r"reduce.*float"):
+        reduce({"loss": 3.0}, Strategy(), "sum")

@@ -566,6 +566,12 @@ class Grows(Transformer):
             self.trainer.optimizers[0].add_param_group({"params": [self.scale]})
 
 
+class Scalar(Transformer):
+    def make(self) -> None:
+        super().make()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
 class Adafactor(torch.optim.SGD):
     """An optimizer of another package, by its name."""
 
@@ -575,6 +581,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
     (partial(Transformer, torch.optim.LBFGS), {}, "ValueError", "LBFGS needs full parameters"),
     (partial(Transformer, torch.optim.Adagrad), {}, "ValueError", "Adagrad needs full parameters"),
     (partial(Transformer, Adafactor), {}, "ValueError", "Adafactor needs full parameters"),
+    (Scalar, {}, "ValueError", "temperature has the shape (), but DeepSpeed can only send parameters with a dimension"),
     (Grows, {}, "RuntimeError", "has 2 parameter groups, but it had 1"),
     (Transformer, {"precision": "64-true"}, "ValueError", "DeepSpeed does not support precision='64-true'"),
 ]
