@@ -80,14 +80,13 @@ class JoiningStep:
                 )
             return Logged(first.name, options, batch_size, "float32", name), self._shown(value, options)
         values = [taken(call.name, call.value) for call in calls]
-        kind = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
         reduction = reduction_of(first.name, options.reduce_fx)
         weights = [
             size if call.batch_size is None else call.batch_size for size, call in zip(sizes, calls, strict=True)
         ]
         joined = _reduced(values, weights, reduction)
         options = options._replace(reduce_fx=reduction)
-        return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
+        return Logged(first.name, options, batch_size, str(first.dtype).removeprefix("torch."), None), joined
 
     def _shown(self, metric: Any, options: RecordOptions) -> Any:
         """Return a metric object's step value, from the last micro-batch; 0 if step values are not logged."""
@@ -131,9 +130,11 @@ class Heard:
 
 
 class _Call(Heard):
-    """A call to ``self.log`` whose value is checked and copied."""
+    """A call to ``self.log`` whose value is checked and copied; ``dtype`` is the value's, or the step's default."""
 
     def update(self, value: Any, batch_size: int | None) -> None:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        self.dtype = value.dtype if floating else torch.get_default_dtype()
         if isinstance(value, (Tensor, float, int)):
             check_value(self.name, value)
             value = taken(self.name, value)

@@ -10,6 +10,7 @@ numbers. Values derived from weights are replaced by torch's fake tensors, which
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,7 +89,7 @@ class Stages:
         self._refuse_repeated()
         self.device = device
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._twins: dict[int, Tensor] = {}
+        self._twins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def _refuse_repeated(self) -> None:
         seen: dict[int, str] = {}
@@ -135,9 +136,10 @@ class Stages:
             return leaf
         if not is_weight(leaf):
             return self._empty(leaf)
-        if id(leaf) not in self._twins:
-            self._twins[id(leaf)] = self._empty(leaf)
-        return self._twins[id(leaf)]
+        known = self._twins.get(id(leaf))
+        if known is None or known[0]() is not leaf:  # a temporary tensor may have the id of one that is gone
+            known = self._twins[id(leaf)] = weakref.ref(leaf), self._empty(leaf)
+        return known[1]
 
     def _empty(self, tensor: Tensor) -> Tensor:
         with self.fake:
