@@ -161,5 +161,6 @@ def _reduced(values: Sequence[Any], weights: Sequence[Any], reduction: str) -> A
         return total / sum(weights)
     if reduction == "sum":
         return sum(values)
-    numbers = torch.stack([torch.as_tensor(value) for value in values])
+    kinds = [value.dtype if isinstance(value, Tensor) else torch.float64 for value in values]
+    numbers = torch.stack([torch.as_tensor(v, dtype=kind) for v, kind in zip(values, kinds, strict=True)])
     return numbers.amin() if reduction == "min" else numbers.amax()

@@ -10,7 +10,6 @@ numbers. Values derived from weights are replaced by torch's fake tensors, which
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,7 +88,7 @@ class Stages:
         self._refuse_repeated()
         self.device = device
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._twins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _refuse_repeated(self) -> None:
         seen: dict[int, str] = {}
@@ -136,10 +135,13 @@ class Stages:
             return leaf
         if not is_weight(leaf):
             return self._empty(leaf)
-        known = self._twins.get(id(leaf))
-        if known is None or known[0]() is not leaf:  # a temporary tensor may have the id of one that is gone
-            known = self._twins[id(leaf)] = weakref.ref(leaf), self._empty(leaf)
-        return known[1]
+        known, twin = self._twins.get(id(leaf), (None, None))
+        if known is leaf and twin is not None:
+            return twin
+        twin = self._empty(leaf)
+        if isinstance(leaf, nn.Parameter) or any(leaf is buffer for buffer in self.module.buffers()):
+            self._twins[id(leaf)] = leaf, twin  # but not for a temporary tensor, because a later one may get its id
+        return twin
 
     def _empty(self, tensor: Tensor) -> Tensor:
         with self.fake:
