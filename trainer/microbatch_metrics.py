@@ -109,7 +109,7 @@ class JoiningStep:
             if entry.metric is not None:
                 what = self.module.get_submodule(entry.metric)
                 what._forward_cache = torch.as_tensor(value)  # the batch's value, if step values are logged
-            if record is None or record.options != entry.options:
+            if record is None or record.resumed or record.options != entry.options:
                 example = torch.zeros((), dtype=getattr(torch, entry.dtype)) if what is None else what
                 record = store.define(entry.name, example, entry.options)
             record.update(value if what is None else what, entry.batch_size)
