@@ -493,7 +493,7 @@ class CheckpointKeeper(Checkpoint):
     def _values(self, trainer: Trainer, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the values for ranking and file names, alike on all processes, on the CPU. This waits for the device.
 
-        They are rank 0's; where other processes have other values, they are the means.
+        They are rank 0's or, with a ``monitor``, the means of the processes' values where these differ.
         """
         wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
         wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
@@ -507,8 +507,8 @@ class CheckpointKeeper(Checkpoint):
                 f"({messages.names(missing, last='and')}), so the file name contains nan. Log these values, or use "
                 f"{messages.names(sorted(logged))}."
             )
-        if self._alone:
-            return values
+        if self._alone or self.monitor is None:
+            return self._agreed(trainer, values)
         first, *others = trainer.strategy.gather_objects(values)
         return {name: value_of_all([value, *(o[name] for o in others if name in o)]) for name, value in first.items()}
 
