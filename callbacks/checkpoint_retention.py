@@ -20,7 +20,7 @@ from ..checkpoint import file_names, storage
 from ..checkpoint.atomic_write import put_link
 from ..checkpoint.owned_files import RunFiles
 from .base import Callback, overridden
-from .early_stopping import check_direction, check_mode
+from .early_stopping import check_direction, check_mode, value_of_all
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -493,7 +493,10 @@ class CheckpointKeeper(Checkpoint):
         return storage.absolute(storage.join(root, "checkpoints"))
 
     def _values(self, trainer: Trainer, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return rank 0's values for ranking and file names, on the CPU. This waits for the device."""
+        """Return the values for ranking and file names, alike on all processes, on the CPU. This waits for the device.
+
+        They are rank 0's or, with a ``monitor``, the means of the processes' values where these differ.
+        """
         wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
         wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
         values = {
@@ -506,7 +509,10 @@ class CheckpointKeeper(Checkpoint):
                 f"({messages.names(missing, last='and')}), so the file name contains nan. Log these values, or use "
                 f"{messages.names(sorted(logged))}."
             )
-        return self._agreed(trainer, values)
+        if self._alone or self.monitor is None:
+            return self._agreed(trainer, values)
+        first, *others = trainer.strategy.gather_objects(values)
+        return {name: value_of_all([value, *(o[name] for o in others if name in o)]) for name, value in first.items()}
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return the values by which a file can be ranked and named: the logged metrics, the epoch and the step."""

@@ -186,8 +186,7 @@ class EarlyStopping(Callback):
         own = metrics[self.monitor].detach().squeeze().cpu() if self.monitor in metrics else None
         if strategy.world_size > 1:  # each process may have its own value, but a checkpoint keeps the state of only one
             found = [value for value in strategy.gather_objects(own) if value is not None]
-            differ = any(value != found[0] for value in found)
-            own = torch.stack(found).double().mean().to(found[0].dtype) if differ else found[0] if found else None
+            own = value_of_all(found) if found else None
         if own is not None:
             return own
         text = never_logged("EarlyStopping", self.monitor, metrics, trainer.enable_validation)
@@ -271,6 +270,13 @@ _LOWER = (
     "fpr gap hours latency length loss losses mae memory minus minutes misses mistakes ms mse nll number params "
     "perplexity rmse sec seconds size std steps time uncertainty var variance wer"
 )
+
+
+def value_of_all(values: list[Tensor]) -> Tensor:
+    """Return the value of a metric that all processes judge: their common value, or the mean if their values differ."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    return torch.stack(values).double().mean().to(values[0].dtype)
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:

@@ -57,8 +57,9 @@ class ModelCheckpoint(CheckpointKeeper):
             or in ``default_root_dir`` if that is a URL or there is no logger.
         filename: template without a suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``. It may use any logged name,
             ``epoch`` and ``step``. A name that was not logged appears as ``nan``. The default is ``"{epoch}-{step}"``.
-        monitor: name of the logged metric to rank by, or ``"step"`` or ``"epoch"`` (with ``mode="max"``, the newest are
-            kept). None means that checkpoints are not ranked.
+        monitor: name of the logged metric to rank by (the mean, if processes log different values of their own), or
+            ``"step"`` or ``"epoch"`` (with ``mode="max"``, the newest are kept). None means that checkpoints are not
+            ranked.
         verbose: report what is saved and why.
         save_last: also keep ``last.ckpt``, which is rewritten at every save, after every epoch and when training ends.
             With ``"link"``, it is a symbolic link to the ranked file of the same step, or a complete file if this step

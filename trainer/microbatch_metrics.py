@@ -80,14 +80,13 @@ class JoiningStep:
                 )
             return Logged(first.name, options, batch_size, "float32", name), self._shown(value, options)
         values = [taken(call.name, call.value) for call in calls]
-        kind = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
         reduction = reduction_of(first.name, options.reduce_fx)
         weights = [
             size if call.batch_size is None else call.batch_size for size, call in zip(sizes, calls, strict=True)
         ]
         joined = _reduced(values, weights, reduction)
         options = options._replace(reduce_fx=reduction)
-        return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
+        return Logged(first.name, options, batch_size, str(first.dtype).removeprefix("torch."), None), joined
 
     def _shown(self, metric: Any, options: RecordOptions) -> Any:
         """Return a metric object's step value, from the last micro-batch; 0 if step values are not logged."""
@@ -110,7 +109,7 @@ class JoiningStep:
             if entry.metric is not None:
                 what = self.module.get_submodule(entry.metric)
                 what._forward_cache = torch.as_tensor(value)  # the batch's value, if step values are logged
-            if record is None or record.options != entry.options:
+            if record is None or record.resumed or record.options != entry.options:
                 example = torch.zeros((), dtype=getattr(torch, entry.dtype)) if what is None else what
                 record = store.define(entry.name, example, entry.options)
             record.update(value if what is None else what, entry.batch_size)
@@ -131,9 +130,11 @@ class Heard:
 
 
 class _Call(Heard):
-    """A call to ``self.log`` whose value is checked and copied."""
+    """A call to ``self.log`` whose value is checked and copied; ``dtype`` is the value's, or the step's default."""
 
     def update(self, value: Any, batch_size: int | None) -> None:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        self.dtype = value.dtype if floating else torch.get_default_dtype()
         if isinstance(value, (Tensor, float, int)):
             check_value(self.name, value)
             value = taken(self.name, value)
@@ -160,5 +161,6 @@ def _reduced(values: Sequence[Any], weights: Sequence[Any], reduction: str) -> A
         return total / sum(weights)
     if reduction == "sum":
         return sum(values)
-    numbers = torch.stack([torch.as_tensor(value) for value in values])
+    kinds = [value.dtype if isinstance(value, Tensor) else torch.float64 for value in values]
+    numbers = torch.stack([torch.as_tensor(v, dtype=kind) for v, kind in zip(values, kinds, strict=True)])
     return numbers.amin() if reduction == "min" else numbers.amax()

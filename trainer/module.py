@@ -199,7 +199,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             rank_zero_only,
         )
         record = store.records.get(name)
-        if record is None or record.options != options:
+        if record is None or record.resumed or record.options != options:
             record = store.define(name, value, RecordOptions(*options))
         if isinstance(value, Tensor) and type(value) is not Tensor:
             value = full_value(value)

@@ -350,7 +350,7 @@ class Pipeline:
         dtype = kind_of(device).widest_float
         numbers = torch.zeros(count, dtype=dtype, device=device)
         if count and self.last:
-            numbers = torch.stack([torch.as_tensor(v).detach().to(device, dtype).reshape(()) for v in values])
+            numbers = torch.stack([torch.as_tensor(v, dtype=dtype, device=device).detach().reshape(()) for v in values])
         if count:
             dist.broadcast(numbers, self.process_of(self.size - 1), group=self.group)
         return numbers

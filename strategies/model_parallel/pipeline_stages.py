@@ -88,7 +88,7 @@ class Stages:
         self._refuse_repeated()
         self.device = device
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._twins: dict[int, Tensor] = {}
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _refuse_repeated(self) -> None:
         seen: dict[int, str] = {}
@@ -135,9 +135,13 @@ class Stages:
             return leaf
         if not is_weight(leaf):
             return self._empty(leaf)
-        if id(leaf) not in self._twins:
-            self._twins[id(leaf)] = self._empty(leaf)
-        return self._twins[id(leaf)]
+        known, twin = self._twins.get(id(leaf), (None, None))
+        if known is leaf and twin is not None:
+            return twin
+        twin = self._empty(leaf)
+        if isinstance(leaf, nn.Parameter) or any(leaf is buffer for buffer in self.module.buffers()):
+            self._twins[id(leaf)] = leaf, twin  # but not for a temporary tensor, because a later one may get its id
+        return twin
 
     def _empty(self, tensor: Tensor) -> Tensor:
         with self.fake:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from paceline.checkpoint import atomic_write, owned_files
 from paceline.checkpoint import single_file as checkpoint_file
 from paceline.loggers.base import DummyLogger
 from paceline.messages import PacelineWarning
-from paceline.strategies.base import SingleDevice
 from paceline.trainer.checkpoint_saver import Saver
 
 NAN = math.nan
@@ -954,28 +954,28 @@ def test_an_exception_can_be_saved(tmp_path: Path, error: BaseException) -> None
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 
-def test_other_processes_follow_rank_0_and_leave_the_files_to_it(tmp_path: Path) -> None:
-    scores_of_rank_0 = iter([3.0, 1.0, 2.0])
+class OwnScored(Scored):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.scores[self.current_epoch], sync_dist=False)
 
-    class Second(SingleDevice):
-        world_size = 2
-        global_rank = 1
 
-        def broadcast(self, obj: Any, src: int = 0) -> Any:
-            if isinstance(obj, dict) and "score" in obj:
-                return obj | {"score": torch.tensor(next(scores_of_rank_0))}
-            return obj
+class OfRank0(DummyLogger):
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        assert os.environ["RANK"] == "0", "only rank 0 tells the loggers"
 
-    class Logger(DummyLogger):
-        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-            raise AssertionError("only rank 0 tells the loggers")
 
-    (tmp_path / "epoch=0.ckpt").write_text("what rank 0 wrote")
-    checkpoint = by_score(tmp_path, enable_version_counter=False)
-    fit(tmp_path, checkpoint, module=Scored(1.0, 2.0, 0.0), strategy=Second("cpu"), accelerator="auto", logger=Logger())
-    assert checkpoint.best_model_path == str(tmp_path / "epoch=1.ckpt")
-    assert checkpoint.best_model_score == 1.0
-    assert names(tmp_path) == ["epoch=0.ckpt"]
+def ranking_of_a_fit(folder: Path) -> tuple[str, float]:
+    scores = [(0.0, 3.0, 5.0), (5.0, 1.0, 0.0)][int(os.environ["RANK"])]
+    checkpoint = by_score(folder)
+    fit(folder, checkpoint, module=OwnScored(*scores), strategy="ddp", devices=2, logger=OfRank0())
+    assert checkpoint.best_model_score is not None
+    return checkpoint.best_model_path, checkpoint.best_model_score.item()
+
+
+def test_processes_with_values_of_their_own_rank_by_the_mean_and_one_writes(tmp_path: Path) -> None:
+    best = str(tmp_path / "epoch=1.ckpt"), 2.0
+    assert ranks(2, ranking_of_a_fit, tmp_path) == [best, best]
+    assert names(tmp_path) == ["epoch=1.ckpt"]
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------

@@ -82,6 +82,16 @@ def test_epoch_means_weigh_the_whole_batch() -> None:
     assert float(result[2]) == pytest.approx((16.0 + 6.0) / 5)
 
 
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", 4 / 3), ("max", 10 / 3)])
+def test_a_value_of_float64_keeps_its_precision(reduction: str, expected: float) -> None:
+    class Exact(Logger):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("value", batch.double().mean() / 3, reduce_fx=reduction)
+
+    _, _, store = run(Exact(), FIRST, SECOND)
+    assert store.callback_metrics()["value"].item() == pytest.approx(expected, rel=1e-15)
+
+
 def test_items_that_a_step_returns_weigh_its_means() -> None:
     class Items(Logger):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:

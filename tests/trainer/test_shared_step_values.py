@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +231,24 @@ def test_values_are_shared_in_every_form_of_a_batch(how: str) -> None:
         return [seen["v"] for seen in module.seen]
 
     assert ranks(2, run) == [[0.5, 1.5, 2.5]] * 2
+
+
+def test_values_are_shared_after_a_resume_inside_an_epoch(tmp_path: Path) -> None:
+    def logs(module: Logs, batch_idx: int) -> None:
+        module.log("own", float(module.global_rank + batch_idx), on_step=True, on_epoch=True, sync_dist=True)
+
+    class Saved(Logs):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    def run() -> list[float]:
+        fit(Saved(logs), 4)
+        resumed = Logs(logs)
+        Trainer(**SETTINGS).fit(resumed, loader(8), ckpt_path=tmp_path / "half.ckpt")
+        return [seen["own_step"] for seen in resumed.seen]
+
+    assert ranks(2, run) == [[2.5, 3.5], [2.5, 3.5]]
 
 
 def test_a_rank_without_a_sample_in_the_last_batch_shows_what_the_others_logged() -> None:
