@@ -119,8 +119,11 @@ class CheckpointKeeper(Checkpoint):
         self._files.folder = self._given_dirpath or ""
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        if stage != "fit":
-            return
+        if stage == "fit":
+            self._prepare(trainer)
+
+    def _prepare(self, trainer: Trainer) -> None:
+        """Choose the folder and this run's mark. Called on every rank."""
         files = self._files
         files.folder = trainer.strategy.broadcast(self._folder(trainer))
         if self.save_last == "link" and storage.is_remote(files.folder):

@@ -16,7 +16,10 @@ class Accelerator(str):
     name = ""
 
     def __new__(cls) -> Accelerator:
-        return super().__new__(cls, cls.name)
+        name: Any = cls.name
+        if isinstance(name, property):  # a program's own subclass
+            name = name.fget and name.fget(super().__new__(cls))
+        return super().__new__(cls, name)
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -92,6 +95,38 @@ class _Registry(dict[str, type[Accelerator]]):
         """Return the names of all device kinds, including kinds that are not available on this machine."""
         return sorted(self)
 
+    def register(
+        self, name: str, accelerator: Any = None, description: str = "", override: bool = False, **init_params: Any
+    ) -> Any:
+        """Add a class for a device kind, and return the class. Without ``accelerator``, return a decorator.
+
+        Paceline itself drives the kinds that it knows, so their classes are not replaced.
+
+        Args:
+            name: the kind's name, which ``Trainer(accelerator=)`` accepts if torch has such devices.
+            accelerator: a subclass of :class:`Accelerator`.
+            description: not used.
+            override: whether ``accelerator`` may replace a class that was registered under this name before.
+            **init_params: not used.
+
+        Raises:
+            ValueError: if another class is registered under this name, and ``override`` is False.
+        """
+        if accelerator is None:
+            return lambda kind: self.register(name, kind, description, override, **init_params)
+        if name not in _BUILT_IN:
+            if name in self and self[name] is not accelerator and not override:
+                raise ValueError(
+                    f"AcceleratorRegistry already has {self[name].__name__} under the name {name!r}. Choose another "
+                    "name, or pass override=True to replace it."
+                )
+            self[name] = accelerator
+        return accelerator
+
+    def remove(self, name: str) -> None:
+        """Remove a registered class."""
+        del self[name]
+
 
 class _OtherKind(Accelerator):
     """A device kind without a class above, known only by the name that torch reports."""
@@ -101,9 +136,10 @@ class _OtherKind(Accelerator):
 
 
 _others: dict[str, type[Accelerator]] = {}
-AcceleratorRegistry = _Registry(
-    (kind.name, kind) for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XPUAccelerator, TPUAccelerator)
-)
+_BUILT_IN = {
+    kind.name: kind for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XPUAccelerator, TPUAccelerator)
+}
+AcceleratorRegistry = _Registry(_BUILT_IN)
 
 
 def _other(name: str) -> Accelerator:

@@ -58,6 +58,7 @@ class Record:
         resumed: whether the record was restored from a checkpoint and has not been updated since.
         hook: the hook that logged the name first; empty if that happened in another process.
         together: whether processes share each step's value (:mod:`.shared_step_values`).
+        is_void: whether the epoch's value was computed, but a torchmetrics object had none.
     """
 
     reduction = "last"
@@ -78,6 +79,7 @@ class Record:
         self.fresh = self.seen = self.resumed = False
         self.value: Any = None
         self.shared: Tensor | float | None = None
+        self.is_void = False
         self.alone = not self.is_shared
 
     @property
@@ -100,8 +102,8 @@ class Record:
         """Return the last value: a number, or a scalar tensor on its device; None before the first call."""
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
-    def compute(self, strategy: Strategy) -> Tensor | float:
-        """Return the epoch's value: a number, or a scalar tensor on its device.
+    def compute(self, strategy: Strategy) -> Tensor | float | None:
+        """Return the epoch's value: a number, or a scalar tensor on its device; None if a metric has no value.
 
         If the value is shared, all processes must call this.
         """
@@ -118,9 +120,11 @@ class Record:
         return self.options.sync_dist is not False and not self.options.rank_zero_only
 
     def result(self, strategy: Strategy) -> Tensor | float:
-        """Return the epoch's value, recomputed if the record has been updated since the last call."""
+        """Return the epoch's value, recomputed if the record was updated since the last call; NaN if there is none."""
         if self.shared is None:
-            self.shared = self.compute(strategy)
+            value = self.compute(strategy)
+            self.is_void = value is None
+            self.shared = math.nan if value is None else value
         return self.shared
 
     def reset(self) -> None:
@@ -331,15 +335,18 @@ class MetricRecord(Record):
         if not self.seen or self.value is not None:
             return self.value
         value = self.metric._forward_cache
-        return scalar(self.key, (self.metric.compute() if value is None else value).detach())
+        value = self.metric.compute() if value is None else value
+        return None if value is None else scalar(self.key, value.detach())
 
-    def compute(self, strategy: Strategy) -> Tensor | float:
+    def compute(self, strategy: Strategy) -> Tensor | None:
         with torch.inference_mode(False), torch.no_grad():  # torchmetrics copies states, which a later batch updates
             if self.alone:
                 with not_synced(self.metric):
                     value = self.metric.compute()
             else:
                 value = strategy.compute_metric(self.metric)
+        if value is None:
+            return None
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not a "

@@ -296,7 +296,8 @@ class MetricStore:
                 found |= {key: tensor for key in (record.step_key, record.key) if key not in newer}
             if record.on_epoch and stage == self.state.stage and self.epoch_ended:
                 value = record.result(self.strategy)
-                found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
+                if not record.is_void:
+                    found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
 
     def _newer(self) -> Sequence[str]:
@@ -435,6 +436,8 @@ class MetricStore:
                 self._keep(record, record.step_key, value, newer)
             if record.on_epoch:
                 value = record.result(self.strategy)
+                if record.is_void:
+                    continue
                 results.append((dataloader_idx, record, value))
                 self._keep(record, record.epoch_key, value)
         if self.state.stage != "train":

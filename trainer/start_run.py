@@ -251,7 +251,7 @@ def bind_hooks(run: Run) -> None:
     """Bind the hooks. Called again after ``setup`` and ``configure_model``, which may add hooks."""
     run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)
     for callback in run.trainer.callbacks:
-        callback._logs_in = run.module
+        object.__setattr__(callback, "_logs_in", run.module)  # a callback that is a network would take it as a part
 
 
 def end_logging(run: Run) -> None:
@@ -259,7 +259,7 @@ def end_logging(run: Run) -> None:
     if run.module is not None:
         run.module._end_run()
     for callback in run.trainer.callbacks:
-        callback._logs_in = None
+        object.__setattr__(callback, "_logs_in", None)
 
 
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:

@@ -10,6 +10,7 @@ from ...callbacks.early_stopping import EarlyStopping
 from ...data.datamodule import DataModule
 from ...processes import seed
 from ...profilers.base import Profiler
+from ...strategies.ddp import DDPStrategy
 from ...trainer.module import TrainingModule
 
 
@@ -19,6 +20,8 @@ def install() -> None:
     stopping: Any = EarlyStopping
     stopping.mode_dict = {"min": torch.lt, "max": torch.gt}
     stopping.order_dict = {"min": "<", "max": ">"}
+    ddp: Any = DDPStrategy
+    ddp._ddp_kwargs = property(_ddp_kwargs)
     data: Any = DataModule
     data.name = None
     profiler_type: Any = Profiler
@@ -26,6 +29,12 @@ def install() -> None:
     module: Any = TrainingModule
     module.to_torchscript = _refuse_torchscript
     module.to_tensorrt = _refuse_tensorrt
+
+
+def _ddp_kwargs(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return the arguments of torch's DistributedDataParallel that the program passed."""
+    unused = strategy.find_unused_parameters
+    return dict(strategy.ddp_options) if unused is None else {"find_unused_parameters": unused, **strategy.ddp_options}
 
 
 def _refuse_torchscript(module: TrainingModule, *args: Any, **kwargs: Any) -> NoReturn:

@@ -68,7 +68,7 @@ def install(version: str) -> None:
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
     from ...trainer import hooks as trainer_hooks
-    from . import attributes, hooks, lenient, lr_find, plugins, views
+    from . import attributes, hooks, lenient, lr_find, own_loops, plugins, views
 
     start_run.log_hyperparameters = _then_saving(start_run.log_hyperparameters)
     users: list[Any] = [default_callbacks, start_run]
@@ -88,6 +88,7 @@ def install(version: str) -> None:
     lr_find.install()
     plugins.install()
     views.install()
+    own_loops.install()
     for module, name in _STRATEGIES.items():
         plugins.take_arguments(getattr(import_module(f"paceline.{module}"), name))
     attributes.install()
@@ -138,7 +139,7 @@ def _change_callbacks() -> None:
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
-    from . import lenient
+    from . import lenient, saving_choices
     from .callbacks import (
         due_without_scheduler,
         in_folder_of_logger,
@@ -191,6 +192,7 @@ def _change_callbacks() -> None:
         }
     )
 
+    saving_choices.install()
     BackboneFinetuning._every_optimizer = True
     StochasticWeightAveraging._before_epochs = True
     for name, hook in stats_hooks().items():

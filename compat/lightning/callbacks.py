@@ -26,8 +26,6 @@ _UNCALLED = (
     "_save_topk_checkpoint",
     "_should_remove_checkpoint",
     "_should_save_on_exception",
-    "_should_save_on_train_epoch_end",
-    "_should_skip_saving_checkpoint",
 )
 
 
@@ -49,8 +47,9 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
         if found:
             raise TypeError(
                 f"{type(callback).__name__} defines {messages.names(found, last='and')}, which Paceline never calls. "
-                "Override _monitor_candidates, _update_best_and_save, _save_checkpoint, _remove_checkpoint, "
-                "format_checkpoint_name or a hook instead, or rename the method if only your code calls it."
+                "Override _monitor_candidates, _should_skip_saving_checkpoint, _should_save_on_train_epoch_end, "
+                "_update_best_and_save, _save_checkpoint, _remove_checkpoint, format_checkpoint_name or a hook "
+                "instead, or rename the method if only your code calls it."
             )
         init(callback, *args, **kwargs)
 

@@ -119,6 +119,7 @@ _RENAMED = {
     "STRATEGY_REGISTRY": Target("strategies.registry", "StrategyRegistry"),
     "XLAAccelerator": Target("processes.accelerators", "TPUAccelerator"),
     "_AcceleratorConnector": Target("compat.lightning.views", "AcceleratorConnector"),
+    "_EvaluationLoop": Target("compat.lightning.own_loops", "EvaluationLoop"),
     "_FabricDataLoader": Target("accelerator.loaders", "PreparedLoader"),
     "_FabricModule": Target("compat.lightning.fabric_wrappers", "FabricModule"),
     "_FabricOptimizer": Target("accelerator.optimizers", "AcceleratedOptimizer"),
@@ -172,6 +173,10 @@ _NOT_HERE = {
     ),
     "use DeviceStatsMonitor": "get_device_stats get_nvidia_gpu_stats",
     "use torch.profiler": "XLAProfiler",
+    "RichProgressBar draws its rows itself; override get_metrics, or pass a theme": (
+        "BatchesProcessedColumn CustomBarColumn CustomInfiniteTask CustomProgress CustomTimeColumn MetricsTextColumn "
+        "ProcessingSpeedColumn"
+    ),
     "Paceline does not serve models": "ServableModule ServableModuleValidator",
     "Paceline does not download models": "download_model_from_registry find_model_local_ckpt_path",
     "use save_hyperparameters": (
@@ -202,6 +207,8 @@ _PRIVATE = {
     "pytorch.core.module": "LightningOptimizer",
     "pytorch.core.saving": "get_filesystem",
     "pytorch.loggers.logger": "DummyExperiment",
+    "pytorch.loops": "_EvaluationLoop",
+    "pytorch.loops.evaluation_loop": "_EvaluationLoop",
     "pytorch.plugins.io.checkpoint_plugin": "CheckpointIO",
     "pytorch.plugins.io.torch_plugin": "TorchCheckpointIO",
     "pytorch.strategies": "StrategyRegistry",

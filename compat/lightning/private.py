@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from ...checkpoint.load_from_checkpoint import load_from_checkpoint
+from ...strategies.compile_networks import uncompiled
 from ...utilities.rank_zero import WarningCache
 from ..finder import UNKNOWN, placeholder
-from . import library_functions
+from . import library_functions, logger_functions
 
 _FLAG = re.compile(r"_(TORCH|TORCHMETRICS|PYTHON|OMEGACONF)_(GREATER_EQUAL|EQUAL|LESS_EQUAL)_(\d+(?:_\d+)*)")
 _COMPARED = {"GREATER_EQUAL": operator.ge, "LESS_EQUAL": operator.le, "EQUAL": operator.eq}
@@ -89,14 +91,23 @@ _VALUES: dict[str, Any] = {
     "_IS_WINDOWS": sys.platform == "win32",
     "_KINETO_AVAILABLE": torch.profiler.kineto_available(),
     "_SignalConnector": _SignalConnector,
+    "_add_prefix": logger_functions.add_prefix,
     "_atomic_save": library_functions.atomic_save,
+    "_convert_json_serializable": logger_functions.convert_json_serializable,
+    "_convert_params": logger_functions.convert_params,
     "_defaults_from_env_vars": library_functions.defaults_from_env_vars,
     "_destroy_dist_connection": _destroy_dist_connection,
     "_distributed_is_initialized": _distributed_is_initialized,
+    "_flatten_dict": logger_functions.flatten_dict,
     "_is_local_file_protocol": library_functions.is_local,
     "_lazy_load": library_functions.lazy_load,
     "_load": library_functions.load,
+    "_load_from_checkpoint": load_from_checkpoint,
     "_materialize_meta_tensors": library_functions.materialize_meta_tensors,
+    "_maybe_unwrap_optimized": uncompiled,
+    "_sanitize_callable_params": logger_functions.sanitize_callable_params,
+    "_sanitize_params": logger_functions.sanitize_params,
+    "_scan_checkpoints": logger_functions.scan_checkpoints,
     "warning_cache": WarningCache(),
     "find_free_network_port": find_free_network_port,
 }

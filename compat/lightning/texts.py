@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from ... import messages
@@ -148,3 +149,8 @@ def print_results(results: list[dict[str, float]], fn: str) -> None:
     for name in names:
         table.add_row(name, *(str(one.get(name, " ")) for one in columns))
     Console(soft_wrap=True).print(table)
+
+
+def with_tensors(show: Callable[[Any, str], Any]) -> Callable[[list[dict[str, float]], str], Any]:
+    """Wrap a program's own ``_print_results``, which expects tensors, as from Lightning's loops."""
+    return lambda results, fn: show([{name: torch.tensor(one) for name, one in each.items()} for each in results], fn)

@@ -25,6 +25,7 @@ from ...trainer import data_source
 from ...trainer.module import TrainingModule
 from ...trainer.plugins import sort_plugins
 from ...trainer.trainer import Trainer
+from .texts import with_tensors
 
 #: A function that reads a name's value, and Paceline's own name for that value.
 Read = tuple[Callable[[Any], Any], str]
@@ -301,7 +302,7 @@ class EvaluationLoop(View):
                 "on_validation_start. To print nothing, pass verbose=False."
             )
         elif _prints_results(trainer):
-            trainer.current_run.request.show_results = value
+            trainer.current_run.request.show_results = with_tensors(value)
 
 
 class ValidationLoop(EvaluationLoop):
@@ -374,6 +375,15 @@ class CheckpointConnector(View):
     }
 
 
+def _is_logging(trainer: Trainer) -> bool:
+    """Return True if the loggers get this batch's values."""
+    if trainer.log_every_n_steps == 0:
+        return False
+    state = trainer.state
+    begun = state.updates + 1 - state.stepped  # the update that this batch belongs to
+    return begun % trainer.log_every_n_steps == 0 or trainer.should_stop
+
+
 class LoggerConnector(View):
     """View of ``trainer._logger_connector``."""
 
@@ -382,7 +392,7 @@ class LoggerConnector(View):
     reads: ClassVar[Mapping[str, Read]] = {
         name: (lambda trainer, name=name: getattr(trainer, name), f"trainer.{name}")
         for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics", "log_metrics")
-    }
+    } | {"should_update_logs": (_is_logging, "trainer.log_every_n_steps")}
 
 
 class CallbackConnector(View):

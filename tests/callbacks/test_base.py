@@ -368,3 +368,35 @@ def test_a_value_that_a_callback_sets_can_be_monitored_until_it_is_logged() -> N
     assert (stopping.best_score, stopping.stopped_epoch) == (3.0, 1)
     assert trainer.callback_metrics["other"] == 4.0
     assert trainer.callback_metrics["train_loss"] >= 0
+
+
+class NetworkThatIsACallback(nn.Module, Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def on_train_batch_end(self, *args) -> None:
+        self.log("seen", 1.0)
+
+
+class WithCallback(TrainingModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = NetworkThatIsACallback()
+
+    def configure_callbacks(self):
+        return [self.part]
+
+    def training_step(self, batch, batch_idx):
+        return self.part.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_part_of_the_module_can_be_a_callback(tmp_path: Path) -> None:
+    module = WithCallback()
+    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
+    trainer.fit(module, DataLoader(torch.ones(4, 4)))
+    assert trainer.callback_metrics["seen"] == 1.0
+    assert list(module.state_dict()) == ["part.layer.weight", "part.layer.bias"]

@@ -1244,3 +1244,37 @@ def test_log_dict_takes_its_options_by_position_in_lightnings_order(quiet: dict[
         module.log_dict({"v": 1.0}, True, prog_bar=True)
     with pytest.raises(TypeError, match=r"self\.log_dict got 13 positional arguments, but takes at most 12"):
         module.log_dict({"v": 1.0}, *[None] * 12)
+
+
+def test_a_metric_that_computes_none_logs_nothing(quiet: dict[str, Any]) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Lenient(torchmetrics.MeanMetric):
+        def compute(self) -> Any:
+            return super().compute() if self.update_count else None
+
+    class Sometimes(Values):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = Lenient(), Lenient()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            if self.trainer.current_epoch:
+                self.unused.update(batch)
+            self.log_dict({"used": self.used, "unused": self.unused}, on_step=True, on_epoch=True)
+            self.used.update(batch)
+
+    seen = []
+
+    class Watch(Callback):
+        def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+            seen.append(trainer.callback_metrics.get("unused"))
+
+    module, memory = Sometimes(), Memory()
+    trainer = Trainer(max_epochs=2, callbacks=[Watch()], **quiet | {"logger": memory})
+    assert trainer.validate(module, batches(2), verbose=False)[0].keys() == {"used_epoch"}
+    assert "unused_epoch" not in trainer.callback_metrics
+    trainer.fit(module, batches(2), batches(2))
+    assert [step for step, _ in memory.of("unused_epoch")] == [2]
+    assert trainer.callback_metrics["unused"] == trainer.callback_metrics["used"]
+    assert seen[0] is seen[1] is None

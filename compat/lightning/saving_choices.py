@@ -1,0 +1,66 @@
+"""The methods with which subclasses of Lightning's ModelCheckpoint choose when to save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...callbacks.base import overridden
+from ...callbacks.model_checkpoint import ModelCheckpoint
+
+_SKIPS = "_should_skip_saving_checkpoint"
+
+
+def install() -> None:
+    """Give ModelCheckpoint these methods, and call a subclass's own."""
+    kind: Any = ModelCheckpoint
+    at_epoch_end = kind._saves_at_epoch_end
+    kind._should_save_on_train_epoch_end = at_epoch_end
+    kind._saves_at_epoch_end = lambda callback, trainer: callback._should_save_on_train_epoch_end(trainer)
+    kind._should_skip_saving_checkpoint = _skips
+    kind.may_save = _asking(kind.may_save)
+    kind.on_validation_end = _outside_fits(kind.on_validation_end)
+    kind._save_on_train_epoch_end = property(
+        lambda callback: callback.save_on_train_epoch_end,
+        lambda callback, value: setattr(callback, "save_on_train_epoch_end", value),
+    )
+    kind._last_global_step_saved = property(_last_saved)
+
+
+def _last_saved(callback: Any) -> int:
+    return max(callback._saved_step, callback._last_step, 0)
+
+
+def _skips(callback: Any, trainer: Any) -> bool:
+    """Return True if nothing may be saved now, or if this step is already saved."""
+    running = trainer.state.fn == "fit" and not trainer.fast_dev_run and not trainer.sanity_checking
+    return not running or _last_saved(callback) == trainer.global_step
+
+
+def _asking(may_save: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Wrap ``may_save`` to ask a subclass that decides about it, except about a step that is already saved."""
+
+    def ask(callback: Any, trainer: Any) -> bool:
+        skips = overridden(callback, _SKIPS, ModelCheckpoint)
+        if skips is None:
+            return may_save(callback, trainer)
+        if trainer.global_step and _last_saved(callback) == trainer.global_step:
+            return may_save(callback, trainer)  # a late score, or last, may still be missing
+        return not skips(trainer)
+
+    return ask
+
+
+def _outside_fits(on_validation_end: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``on_validation_end`` to save after a ``validate`` if a subclass decides so."""
+
+    def end(callback: Any, trainer: Any, module: Any) -> None:
+        if trainer.state.fn == "fit":
+            on_validation_end(callback, trainer, module)
+            return
+        skips = overridden(callback, _SKIPS, ModelCheckpoint)
+        if skips is not None and not skips(trainer) and not callback._saves_at_epoch_end(trainer):
+            callback._prepare(trainer)
+            callback._save_epoch(trainer)
+
+    return end
