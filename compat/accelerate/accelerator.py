@@ -306,7 +306,7 @@ class Accelerator(accelerator.Accelerator):
             )
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Like ``paceline.Accelerator.get_tracker``, but a missing tracker is a ValueError before ``init_trackers`` too."""
+        """Like ``paceline.Accelerator.get_tracker``, but a missing tracker is always a ValueError."""
         try:
             return super().get_tracker(name, unwrap)
         except RuntimeError as error:
