@@ -203,6 +203,11 @@ class Trackers(list[GeneralTracker]):
         if self._resumed:
             self.load_state_dict(self._resumed)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing can be logged, because ``init_trackers`` was not called, or there is no tracker."""
+        return not self._started and not (self._ended and self)
+
     def log(
         self,
         values: Mapping[str, Any],

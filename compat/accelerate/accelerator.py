@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
@@ -292,6 +292,25 @@ class Accelerator(accelerator.Accelerator):
     @_custom_objects.setter
     def _custom_objects(self, objects: Iterable[Any]) -> None:
         self.states.contents.objects[:] = objects
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Log to all trackers; without trackers, and before ``init_trackers``, nothing happens."""
+        if not self.trackers.idle:
+            super().log(values, step, log_kwargs)
+        elif self.trackers.wanted:
+            messages.warn(
+                f"accelerator.log({list(values)}) before init_trackers has no effect. Call "
+                "accelerator.init_trackers('my_project') first."
+            )
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Like ``paceline.Accelerator.get_tracker``, but a missing tracker is always a ValueError."""
+        try:
+            return super().get_tracker(name, unwrap)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate all processes' tensors (in nested lists, tuples and dicts) along the first dimension."""

@@ -107,7 +107,7 @@ def _change_loggers() -> None:
     from ...loggers.mlflow import MLFlowLogger
     from ...loggers.tensorboard import TensorBoardLogger
     from ...trainer.run import Run
-    from .csv_files import deleting_old_files, noting_old_files
+    from .csv_files import deleting_old_files, log_metrics, noting_old_files
 
     for logger in (CSVLogger, MLFlowLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
@@ -117,6 +117,7 @@ def _change_loggers() -> None:
         {
             (CSVLogger, "__init__"): noting_old_files(CSVLogger.__init__),
             (CSVLogger, "_open"): deleting_old_files(CSVLogger._open),
+            (CSVLogger, "log_metrics"): log_metrics,
         }
     )
     save = TensorBoardLogger.save

@@ -1,9 +1,9 @@
-"""Deletes the file of an earlier run if its version number is used again, as Lightning's CSVLogger does."""
+"""Lightning's CSVLogger: it deletes the file of an earlier run with the same version number, and takes strings."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ... import messages
@@ -37,6 +37,11 @@ def deleting_old_files(open_writer: Callable[[Any], Any]) -> Callable[[Any], Any
         return open_writer(logger)
 
     return open_new
+
+
+def log_metrics(logger: Any, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    """Log numbers and strings for one step."""
+    logger.log_record(metrics, step)
 
 
 def _path(logger: Any) -> str:

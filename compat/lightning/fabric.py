@@ -26,6 +26,7 @@ from ...processes.host_program import find_host, fork_obstacle, start_method_in
 from ...processes.seed import seed_everything
 from ...strategies.base import Strategy
 from ...strategies.choose import choose_strategy
+from ...strategies.precision.base import Precision
 from ...torch_private import pytree
 from ...trainer.plugins import sort_plugins
 from .fabric_wrappers import FabricLoader, FabricModule, attach_to_fabric, is_wrapped, original, takes_fabric
@@ -151,6 +152,10 @@ class Fabric:
     def strategy(self) -> Strategy:
         """The strategy, which determines the device of tensors and how processes communicate."""
         return self._strategy
+
+    @property
+    def _precision(self) -> Precision:
+        return self._strategy.precision
 
     @property
     def device(self) -> torch.device:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...callbacks.throughput_monitor import Throughput, compute_dtype, peak_flops
 from ...loggers import csv, tensorboard
+from .csv_files import log_metrics
 
 if TYPE_CHECKING:
     from .fabric import Fabric
@@ -26,6 +27,8 @@ class FabricCSVLogger(csv.CSVLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
+
+    log_metrics = log_metrics
 
 
 class FabricTensorBoardLogger(tensorboard.TensorBoardLogger):

@@ -16,6 +16,8 @@ from ...accelerator.loaders import PreparedLoader
 from ...accelerator.models import unwrapped
 from ...accelerator.optimizers import AcceleratedOptimizer
 from ...processes.device_transfer import move
+from ...strategies.base import Strategy
+from ...strategies.precision.base import Precision
 from ...torch_private import is_initialized, own_modules
 from ...trainer.module import TrainingModule
 
@@ -43,11 +45,39 @@ class FabricModule(nn.Module):
         """The user's module."""
         return own_modules(self)["_original_module"]  # type: ignore[return-value]
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's parameters; for a LightningModule, its own ``device``."""
+        return self._own("device", self._accelerator.device)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the module's parameters; for a LightningModule, its own ``dtype``."""
+        return self._own("dtype", torch.get_default_dtype())
+
+    def _own(self, name: str, default: Any) -> Any:
+        known = getattr(self.module, name, None)
+        return known if known is not None else getattr(next(self.module.parameters(), None), name, default)
+
+    # Subclasses in libraries read Lightning's names for the parts of the wrapper.
+
+    @property
+    def _forward_module(self) -> nn.Module:
+        return self.module
+
+    @property
+    def _strategy(self) -> Strategy:
+        return self._accelerator.strategy
+
+    @property
+    def _precision(self) -> Precision:
+        return self._strategy.precision
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._in_precision(self.module, *args, **kwargs)
 
     def _in_precision(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        precision = self._accelerator.strategy.precision
+        precision = self._precision
         if precision.input_dtype is None:
             return call(*args, **kwargs)
         args, kwargs = precision.convert_input((args, kwargs))

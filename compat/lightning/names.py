@@ -57,6 +57,7 @@ _HOMES = {
         "pl_worker_init_function LightningEnum is_shared_filesystem convert_to_tensors "
         "convert_tensors_to_scalars disable_possible_user_warnings is_param_in_hook_signature"
     ),
+    "compat.lightning.collectives": "CollectibleGroup Collective SingleDeviceCollective TorchCollective",
     "compat.lightning.fabric_wrappers": "is_wrapped",
     "compat.lightning.tqdm_class": "Tqdm",
     "compat.lightning.private": "find_free_network_port",
@@ -152,9 +153,8 @@ _NOT_HERE = {
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "Paceline does not support TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAPrecision XLAStrategy",
     "a Strategy shards models and averages gradients; use torch.distributed for your own collectives": (
-        "Collective CollectibleGroup DataParallelStrategy DistributedDataParallel SingleDeviceCollective "
-        "TorchCollective UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy "
-        "prepare_for_backward remove_module_hooks"
+        "DataParallelStrategy DistributedDataParallel UnrepeatedDistributedSampler "
+        "UnrepeatedDistributedSamplerWrapper XLAFSDPStrategy prepare_for_backward remove_module_hooks"
     ),
     "the loop stores step results itself": (
         "AbstractClosure ClosureResult ManualResult OutputResult RestartStage check_finite_loss"

@@ -321,6 +321,21 @@ def test_a_loop_with_a_tracker_logs_through_it(accelerate: Any) -> None:
     assert accelerator.get_tracker("kept", unwrap=True) == [{"rate": 0.1}, (3, {"loss": 1.0})]
 
 
+def test_a_loop_without_trackers_logs_nothing(accelerate: Any, tmp_path: Path) -> None:
+    without = accelerate.Accelerator(cpu=True)
+    without.log({"loss": 1.0}, step=0)
+    without.end_training()
+    without.log({"loss": 1.0}, step=1)
+    with pytest.raises(ValueError, match="log_with='tensorboard'"):
+        without.get_tracker("tensorboard")
+    early = accelerate.Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    with pytest.warns(UserWarning, match="before init_trackers has no effect"):
+        early.log({"loss": 1.0}, step=0)
+    with pytest.raises(ValueError, match="init_trackers"):
+        early.get_tracker("tensorboard")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_loop_that_fetches_ahead_and_sets_when_to_sync_weighs_its_losses_itself(accelerate: Any) -> None:
     def train() -> tuple[list[float], float]:
         accelerator = accelerate.Accelerator(cpu=True)

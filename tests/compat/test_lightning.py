@@ -213,9 +213,9 @@ assert unranked.best_model_path == "" and os.listdir("unranked") == ["last.ckpt"
 board = pl.loggers.TensorBoardLogger("board", comment="x")
 board.save()
 assert "hparams.yaml" in os.listdir(board.log_dir)
-csv.log_metrics({"a": 1}, 4)
+csv.log_metrics(metrics={"a": 1, "stage": "train"}, step=4)
 csv.save()
-assert open(csv.experiment.metrics_file_path).readline().strip() == "step,a"
+assert open(csv.experiment.metrics_file_path).read().split() == ["step,a,stage", "4,1,train"]
 tuner, net = pl.tuner.Tuner(pl.Trainer(**plain)), Net()
 net.lr = 0.1
 assert tuner.lr_find(net, DataLoader(torch.ones(4, 4)), num_training=1).suggestion() is None and net.lr == 0.1

@@ -19,6 +19,7 @@ from paceline.compat.lightning.fabric import Fabric
 from paceline.compat.lightning.fabric_loggers import FabricCSVLogger, ThroughputMonitor
 from paceline.compat.lightning.fabric_wrappers import FabricModule, is_wrapped, unwrapped_in
 from paceline.processes.environments import ClusterEnvironment
+from paceline.strategies.base import SingleDevice
 
 INPUTS = torch.linspace(-1, 1, 32).view(8, 4)
 TARGETS = INPUTS.sum(1, keepdim=True).sin()
@@ -239,6 +240,52 @@ def test_a_module_knows_the_fabric_that_set_it_up() -> None:
     fabric, module = Fabric(accelerator="cpu", devices=1), Net()
     fabric.setup(nn.Sequential(module))
     assert module.fabric is fabric
+
+
+def test_a_module_tells_its_device_and_dtype() -> None:
+    fabric = Fabric(accelerator="cpu", precision="bf16-true")
+    for module in (nn.Linear(2, 2), Net()):
+        model = fabric.setup(module)
+        assert (model.device, model.dtype) == (fabric.device, torch.bfloat16)
+    empty = fabric.setup(nn.Identity())
+    assert (empty.device, empty.dtype) == (fabric.device, torch.float32)
+
+
+def test_a_library_s_own_wrapper_and_fabric_use_lightning_s_names() -> None:
+    class Own(FabricModule):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            precision = self._strategy.precision
+            args, kwargs = precision.convert_input((args, kwargs))
+            with precision.forward_context():
+                output = self._forward_module(*args, **kwargs)
+            return precision.convert_output(output)
+
+    fabric = Fabric(accelerator="cpu", precision="bf16-mixed")
+    assert fabric._precision is fabric.strategy.precision
+    alone = Fabric(strategy=SingleDevice(device=fabric.device, precision=fabric._precision))
+    net = Net()
+    model = alone.setup_module(net)
+    expected = model(INPUTS)
+    object.__setattr__(model, "__class__", Own)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [weight.clone() for weight in net.parameters()]
+    output = model(INPUTS)
+    assert torch.equal(output, expected)
+    assert output.dtype == torch.float32
+    fabric.backward(mse_loss(output, TARGETS), inputs=list(net.first.parameters()))
+    fabric.clip_gradients(None, optimizer, max_norm=0.01, error_if_nonfinite=True)
+    optimizer.step()
+    same = [torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True)]
+    assert same == [False, False, True, True]
+
+
+def test_the_csv_logger_takes_strings(tmp_path: Path) -> None:
+    logger = FabricCSVLogger(tmp_path)
+    Fabric(accelerator="cpu", loggers=logger).log_dict({"stage": "train", "loss": torch.tensor(0.5)}, step=1)
+    logger.finalize("success")
+    with open(Path(logger.log_dir, "metrics.csv")) as file:
+        (row,) = csv.DictReader(file)
+    assert (row["step"], row["stage"], row["loss"]) == ("1", "train", "0.5")
 
 
 def test_what_is_wrong_says_what_to_do(tmp_path: Path) -> None:

@@ -1,0 +1,348 @@
+"""Lightning's collectives: one interface to ``torch.distributed`` and to a single process."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Self
+
+from ... import messages
+from .private import find_free_network_port
+
+#: What ``new_group`` returns: a process group, or an object that stands for this one process.
+CollectibleGroup: TypeAlias = Any
+
+
+class Collective(ABC):
+    """Operations in which all processes of a group take part; subclass it for another library than torch."""
+
+    def __init__(self) -> None:
+        self._group: CollectibleGroup | None = None
+
+    @property
+    @abstractmethod
+    def rank(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @property
+    def group(self) -> CollectibleGroup:
+        """The group of this object; an error before ``create_group``."""
+        if self._group is None:
+            raise RuntimeError(f"{type(self).__name__} has no group. Call create_group() first.")
+        return self._group
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor: ...
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor: ...
+
+    @abstractmethod
+    def reduce(self, tensor: Tensor, dst: int, op: str) -> Tensor: ...
+
+    @abstractmethod
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]: ...
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]: ...
+
+    @abstractmethod
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor: ...
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str) -> Tensor: ...
+
+    @abstractmethod
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None: ...
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor: ...
+
+    @abstractmethod
+    def barrier(self, device_ids: list[int] | None = None) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def is_available(cls) -> bool: ...
+
+    @classmethod
+    @abstractmethod
+    def is_initialized(cls) -> bool: ...
+
+    @classmethod
+    @abstractmethod
+    def init_group(cls, **kwargs: Any) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def new_group(cls, **kwargs: Any) -> CollectibleGroup: ...
+
+    @classmethod
+    @abstractmethod
+    def destroy_group(cls, group: CollectibleGroup) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def _convert_to_native_op(cls, op: str) -> Any: ...
+
+    def setup(self, **kwargs: Any) -> Self:
+        """Join the processes, unless they are joined."""
+        if not self.is_initialized():
+            self.init_group(**kwargs)
+        return self
+
+    def create_group(self, **kwargs: Any) -> Self:
+        """Create this object's group; on several processes, all of them call it."""
+        if self._group is not None:
+            raise RuntimeError(f"{type(self).__name__} has a group. Call teardown() before create_group().")
+        self._group = self.new_group(**kwargs)
+        return self
+
+    def teardown(self) -> Self:
+        """Leave this object's group."""
+        if self._group is None:
+            raise RuntimeError(f"{type(self).__name__} has no group. Call create_group() before teardown().")
+        self.destroy_group(self._group)
+        self._group = None
+        return self
+
+
+class TorchCollective(Collective):
+    """``torch.distributed``; without ``create_group``, among all processes."""
+
+    #: Whether ``setup`` has joined the processes, so that ``teardown`` ends this.
+    manages_default_group: ClassVar[bool] = False
+    addr_key = "MASTER_ADDR"
+    port_key = "MASTER_PORT"
+
+    def __init__(self) -> None:
+        if not dist.is_available():
+            raise RuntimeError("TorchCollective needs torch.distributed, which this build of torch lacks.")
+        super().__init__()
+
+    @property
+    def group(self) -> CollectibleGroup:
+        """The group of this object, or the group of all processes."""
+        return dist.GroupMember.WORLD if self._group is None else self._group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """Copy process ``src``'s tensor into each process's."""
+        dist.broadcast(tensor, src, group=self.group)
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
+        """Reduce the tensors in place, on all processes."""
+        dist.all_reduce(tensor, op=self._convert_to_native_op(op), group=self.group)
+        return tensor
+
+    def reduce(self, tensor: Tensor, dst: int, op: Any = "sum") -> Tensor:
+        """Reduce the tensors in place, on process ``dst``."""
+        dist.reduce(tensor, dst, op=self._convert_to_native_op(op), group=self.group)
+        return tensor
+
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
+        """Put each process's tensor into the list of all processes."""
+        dist.all_gather(tensor_list, tensor, group=self.group)
+        return tensor_list
+
+    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
+        """Put each process's tensor into the list of process ``dst``."""
+        dist.gather(tensor, gather_list, dst, group=self.group)
+        return gather_list
+
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
+        """Put one tensor of process ``src``'s list into each process's tensor."""
+        dist.scatter(tensor, scatter_list, src, group=self.group)
+        return tensor
+
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = "sum") -> Tensor:
+        """Reduce the lists, and put one tensor of the result into each process's ``output``."""
+        dist.reduce_scatter(output, input_list, op=self._convert_to_native_op(op), group=self.group)
+        return output
+
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
+        """Send one tensor of each process's list to each process."""
+        dist.all_to_all(output_tensor_list, input_tensor_list, group=self.group)
+        return output_tensor_list
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send a tensor to process ``dst``, which calls ``recv``."""
+        dist.send(tensor, dst, tag=tag, group=self.group)
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
+        """Receive a tensor of process ``src``, or of any, in ``tensor``."""
+        dist.recv(tensor, src, tag=tag, group=self.group)
+        return tensor
+
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
+        """Put each process's object into the list of all processes."""
+        dist.all_gather_object(object_list, obj, group=self.group)
+        return object_list
+
+    def broadcast_object_list(self, object_list: list[Any], src: int, device: torch.device | None = None) -> list[Any]:
+        """Replace the objects in each process's list with those of process ``src``."""
+        dist.broadcast_object_list(object_list, src, group=self.group, device=device)
+        return object_list
+
+    def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
+        """Put each process's object into the list of process ``dst``."""
+        dist.gather_object(obj, object_gather_list, dst, group=self.group)
+        return object_gather_list
+
+    def scatter_object_list(
+        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
+    ) -> list[Any]:
+        """Put one object of process ``src``'s list into each process's list."""
+        dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src, group=self.group)
+        return scatter_object_output_list
+
+    def barrier(self, device_ids: list[int] | None = None) -> None:
+        """Wait for all processes of the group."""
+        dist.barrier(group=self.group, device_ids=device_ids)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all processes of a gloo group; an error names those that do not come."""
+        dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+
+    def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
+        """Join the processes, unless they are joined; without an address, a process on its own."""
+        if self.is_initialized():
+            return self
+        given = {self.addr_key: main_address or "localhost", self.port_key: main_port or find_free_network_port()}
+        added = {name: str(value) for name, value in given.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            super().setup(**kwargs)
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
+        TorchCollective.manages_default_group = True
+        return self
+
+    def teardown(self) -> Self:
+        """Leave this object's group, and the group of all processes if ``setup`` has joined them."""
+        if self._group is not None:
+            super().teardown()
+        if TorchCollective.manages_default_group and self.is_initialized():
+            self.destroy_group(dist.GroupMember.WORLD)
+            TorchCollective.manages_default_group = False
+        return self
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return dist.is_available()
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        return cls.is_available() and dist.is_initialized()
+
+    @classmethod
+    def init_group(cls, **kwargs: Any) -> None:
+        dist.init_process_group(**kwargs)
+
+    @classmethod
+    def new_group(cls, **kwargs: Any) -> CollectibleGroup:
+        return dist.new_group(**kwargs)
+
+    @classmethod
+    def destroy_group(cls, group: CollectibleGroup) -> None:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+    @classmethod
+    def _convert_to_native_op(cls, op: Any) -> Any:
+        if not isinstance(op, str):
+            return op
+        known = {name.lower(): value for name, value in dist.ReduceOp.RedOpType.__members__.items()}
+        if op.lower() not in known:
+            raise ValueError(messages.unknown("reduction", op, known))
+        return known[op.lower()]
+
+
+class SingleDeviceCollective(Collective):
+    """One process: every operation returns what it is given."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def broadcast(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor
+
+    def reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, **__: Any) -> list[Tensor]:
+        return [tensor]
+
+    def gather(self, tensor: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+        return [tensor]
+
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], *_: Any, **__: Any) -> Tensor:
+        return scatter_list[0]
+
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], *_: Any, **__: Any) -> Tensor:
+        return input_list[0]
+
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], *_: Any) -> list[Tensor]:
+        return input_tensor_list
+
+    def send(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def recv(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        return None
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        return True
+
+    @classmethod
+    def init_group(cls, **_: Any) -> None:
+        return None
+
+    @classmethod
+    def new_group(cls, **_: Any) -> CollectibleGroup:
+        return object()
+
+    @classmethod
+    def destroy_group(cls, group: CollectibleGroup) -> None:
+        return None
+
+    @classmethod
+    def _convert_to_native_op(cls, op: str) -> str:
+        return op
