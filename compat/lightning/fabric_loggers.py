@@ -28,7 +28,7 @@ class FabricCSVLogger(csv.CSVLogger):
     ) -> None:
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
 
-    log_metrics = log_metrics
+    log_metrics: Any = log_metrics
 
 
 class FabricTensorBoardLogger(tensorboard.TensorBoardLogger):
