@@ -484,7 +484,7 @@ NOT_PUBLIC = {
         "_tied_weights_keys",
     },
     "datasets": {"_ex_iterable"},
-    "deepspeed": {"_hp_mapping"},
+    "deepspeed": {"_hp_mapping", "_offload_accumulated_param_ids", "_offload_boundary_param_ids"},
     "accelerate": {"_hf_hook", "_old_forward"},
     "paceline": {"_split_over"},
 }

@@ -27,11 +27,13 @@ class Collective(ABC):
 
     @property
     @abstractmethod
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's rank in the group, 0-based."""
 
     @property
     @abstractmethod
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of processes in the group."""
 
     @property
     def group(self) -> CollectibleGroup:
@@ -41,57 +43,73 @@ class Collective(ABC):
         return self._group
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, src: int) -> Tensor: ...
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """Copy process ``src``'s tensor into each process's."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str) -> Tensor: ...
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """Reduce the tensors in place, on all processes."""
 
     @abstractmethod
-    def reduce(self, tensor: Tensor, dst: int, op: str) -> Tensor: ...
+    def reduce(self, tensor: Tensor, dst: int, op: str) -> Tensor:
+        """Reduce the tensors in place, on process ``dst``."""
 
     @abstractmethod
-    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]: ...
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
+        """Put each process's tensor into the list of all processes."""
 
     @abstractmethod
-    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]: ...
+    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
+        """Put each process's tensor into the list of process ``dst``."""
 
     @abstractmethod
-    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor: ...
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
+        """Put one tensor of process ``src``'s list into each process's tensor."""
 
     @abstractmethod
-    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str) -> Tensor: ...
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str) -> Tensor:
+        """Reduce the lists, and put one tensor of the result into each process's ``output``."""
 
     @abstractmethod
-    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]: ...
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
+        """Send one tensor of each process's list to each process."""
 
     @abstractmethod
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None: ...
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send a tensor to process ``dst``, which calls ``recv``."""
 
     @abstractmethod
-    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor: ...
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
+        """Receive a tensor of process ``src``, or of any, in ``tensor``."""
 
     @abstractmethod
-    def barrier(self, device_ids: list[int] | None = None) -> None: ...
-
-    @classmethod
-    @abstractmethod
-    def is_available(cls) -> bool: ...
-
-    @classmethod
-    @abstractmethod
-    def is_initialized(cls) -> bool: ...
-
-    @classmethod
-    @abstractmethod
-    def init_group(cls, **kwargs: Any) -> None: ...
-
-    @classmethod
-    @abstractmethod
-    def new_group(cls, **kwargs: Any) -> CollectibleGroup: ...
+    def barrier(self, device_ids: list[int] | None = None) -> None:
+        """Wait for all processes of the group."""
 
     @classmethod
     @abstractmethod
-    def destroy_group(cls, group: CollectibleGroup) -> None: ...
+    def is_available(cls) -> bool:
+        """Return whether these operations work here."""
+
+    @classmethod
+    @abstractmethod
+    def is_initialized(cls) -> bool:
+        """Return whether the processes are joined."""
+
+    @classmethod
+    @abstractmethod
+    def init_group(cls, **kwargs: Any) -> None:
+        """Join the processes."""
+
+    @classmethod
+    @abstractmethod
+    def new_group(cls, **kwargs: Any) -> CollectibleGroup:
+        """Create a group of processes."""
+
+    @classmethod
+    @abstractmethod
+    def destroy_group(cls, group: CollectibleGroup) -> None:
+        """Leave a group."""
 
     @classmethod
     @abstractmethod
@@ -139,10 +157,12 @@ class TorchCollective(Collective):
 
     @property
     def rank(self) -> int:
+        """This process's rank in the group, 0-based."""
         return dist.get_rank(self.group)
 
     @property
     def world_size(self) -> int:
+        """Number of processes in the group."""
         return dist.get_world_size(self.group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
@@ -250,22 +270,27 @@ class TorchCollective(Collective):
 
     @classmethod
     def is_available(cls) -> bool:
+        """Return whether these operations work here."""
         return dist.is_available()
 
     @classmethod
     def is_initialized(cls) -> bool:
+        """Return whether the processes are joined."""
         return cls.is_available() and dist.is_initialized()
 
     @classmethod
     def init_group(cls, **kwargs: Any) -> None:
+        """Join the processes."""
         dist.init_process_group(**kwargs)
 
     @classmethod
     def new_group(cls, **kwargs: Any) -> CollectibleGroup:
+        """Create a group of processes."""
         return dist.new_group(**kwargs)
 
     @classmethod
     def destroy_group(cls, group: CollectibleGroup) -> None:
+        """Leave a group."""
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
 
@@ -284,64 +309,78 @@ class SingleDeviceCollective(Collective):
 
     @property
     def rank(self) -> int:
+        """0."""
         return 0
 
     @property
     def world_size(self) -> int:
+        """1."""
         return 1
 
     def broadcast(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the tensor."""
         return tensor
 
     def all_reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the tensor."""
         return tensor
 
     def reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the tensor."""
         return tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, **__: Any) -> list[Tensor]:
+        """Return a list of the tensor."""
         return [tensor]
 
     def gather(self, tensor: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+        """Return a list of the tensor."""
         return [tensor]
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], *_: Any, **__: Any) -> Tensor:
+        """Return the first tensor of the list."""
         return scatter_list[0]
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], *_: Any, **__: Any) -> Tensor:
+        """Return the first tensor of the list."""
         return input_list[0]
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], *_: Any) -> list[Tensor]:
+        """Return the list."""
         return input_tensor_list
 
     def send(self, *_: Any, **__: Any) -> None:
-        return None
+        """Do nothing."""
 
     def recv(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the tensor."""
         return tensor
 
     def barrier(self, *_: Any, **__: Any) -> None:
-        return None
+        """Do nothing."""
 
     @classmethod
     def is_available(cls) -> bool:
+        """Return True."""
         return True
 
     @classmethod
     def is_initialized(cls) -> bool:
+        """Return True."""
         return True
 
     @classmethod
     def init_group(cls, **_: Any) -> None:
-        return None
+        """Do nothing."""
 
     @classmethod
     def new_group(cls, **_: Any) -> CollectibleGroup:
+        """Return an object."""
         return object()
 
     @classmethod
     def destroy_group(cls, group: CollectibleGroup) -> None:
-        return None
+        """Do nothing."""
 
     @classmethod
     def _convert_to_native_op(cls, op: str) -> str:

@@ -5,6 +5,7 @@ Command lines select a logger by its class name, so these classes and Paceline's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks.throughput_monitor import Throughput, compute_dtype, peak_flops
@@ -28,7 +29,9 @@ class FabricCSVLogger(csv.CSVLogger):
     ) -> None:
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
 
-    log_metrics: Any = log_metrics
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers and strings for one step."""
+        log_metrics(self, metrics, step)
 
 
 class FabricTensorBoardLogger(tensorboard.TensorBoardLogger):

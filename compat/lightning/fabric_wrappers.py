@@ -185,6 +185,7 @@ class _Value:
 
     def __init__(self, fabric: Fabric, name: str, options: Any) -> None:
         self.fabric, self.name, self.options = fabric, name, options
+        self.resumed = False
 
     def update(self, value: Any, batch_size: int | None) -> None:
         self.fabric.log(self.name, value.compute() if hasattr(value, "compute") else value)
