@@ -13,6 +13,8 @@ from ...profilers.base import Profiler
 from ...strategies.ddp import DDPStrategy
 from ...trainer.module import TrainingModule
 
+_DDP_ARGUMENTS = "_ddp_kwargs"
+
 
 def install() -> None:
     """Add the attributes and methods, and enable the environment variables for seeds that begin with ``PL_``."""
@@ -20,8 +22,7 @@ def install() -> None:
     stopping: Any = EarlyStopping
     stopping.mode_dict = {"min": torch.lt, "max": torch.gt}
     stopping.order_dict = {"min": "<", "max": ">"}
-    ddp: Any = DDPStrategy
-    ddp._ddp_kwargs = property(_ddp_kwargs)
+    setattr(DDPStrategy, _DDP_ARGUMENTS, property(_ddp_kwargs))
     data: Any = DataModule
     data.name = None
     profiler_type: Any = Profiler

@@ -120,7 +120,7 @@ _RENAMED = {
     "STRATEGY_REGISTRY": Target("strategies.registry", "StrategyRegistry"),
     "XLAAccelerator": Target("processes.accelerators", "TPUAccelerator"),
     "_AcceleratorConnector": Target("compat.lightning.views", "AcceleratorConnector"),
-    "_EvaluationLoop": Target("compat.lightning.own_loops", "EvaluationLoop"),
+    "_EvaluationLoop": Target("compat.lightning.own_loops", "OwnEvaluationLoop"),
     "_FabricDataLoader": Target("accelerator.loaders", "PreparedLoader"),
     "_FabricModule": Target("compat.lightning.fabric_wrappers", "FabricModule"),
     "_FabricOptimizer": Target("accelerator.optimizers", "AcceleratedOptimizer"),

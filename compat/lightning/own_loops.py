@@ -14,7 +14,7 @@ from .texts import print_results, with_tensors
 _UNCALLED = ("run", "setup_data", "reset", "on_run_start", "on_run_end", "teardown")
 
 
-class EvaluationLoop:
+class OwnEvaluationLoop:
     """Base class of a program's own ``trainer.test_loop`` or ``trainer.validate_loop``.
 
     Subclasses may override ``_print_results``. Everything else can only be read, as on the Trainer's own loops.
@@ -50,7 +50,7 @@ class EvaluationLoop:
 def install() -> None:
     """Let programs set ``trainer.test_loop`` and ``trainer.validate_loop``."""
     kind: Any = Trainer
-    for fn, view in EvaluationLoop._views.items():
+    for fn, view in OwnEvaluationLoop._views.items():
         setattr(kind, f"{fn}_loop", property(_reading(fn, view), _setting(fn)))
     evaluate = kind._evaluate
 
@@ -71,7 +71,7 @@ def _reading(fn: str, view: Callable[[Trainer], views.View]) -> Callable[[Any], 
 
 def _setting(fn: str) -> Callable[[Any, Any], None]:
     def place(trainer: Any, loop: Any) -> None:
-        if not isinstance(loop, EvaluationLoop):
+        if not isinstance(loop, OwnEvaluationLoop):
             raise AttributeError(
                 f"trainer.{fn}_loop can be set only to an instance of a subclass of Lightning's _EvaluationLoop, not "
                 f"to {messages.a(loop)}. To change how results are printed, override its _print_results."

@@ -9,22 +9,26 @@ from ...callbacks.base import overridden
 from ...callbacks.model_checkpoint import ModelCheckpoint
 
 _SKIPS = "_should_skip_saving_checkpoint"
+_AT_EPOCH_END = "_should_save_on_train_epoch_end"
 
 
 def install() -> None:
     """Give ModelCheckpoint these methods, and call a subclass's own."""
     kind: Any = ModelCheckpoint
-    at_epoch_end = kind._saves_at_epoch_end
-    kind._should_save_on_train_epoch_end = at_epoch_end
-    kind._saves_at_epoch_end = lambda callback, trainer: callback._should_save_on_train_epoch_end(trainer)
-    kind._should_skip_saving_checkpoint = _skips
+    theirs: dict[str, Any] = {
+        _SKIPS: _skips,
+        _AT_EPOCH_END: kind._saves_at_epoch_end,
+        "_save_on_train_epoch_end": property(
+            lambda callback: callback.save_on_train_epoch_end,
+            lambda callback, value: setattr(callback, "save_on_train_epoch_end", value),
+        ),
+        "_last_global_step_saved": property(_last_saved),
+    }
+    for name, member in theirs.items():
+        setattr(kind, name, member)
+    kind._saves_at_epoch_end = lambda callback, trainer: getattr(callback, _AT_EPOCH_END)(trainer)
     kind.may_save = _asking(kind.may_save)
     kind.on_validation_end = _outside_fits(kind.on_validation_end)
-    kind._save_on_train_epoch_end = property(
-        lambda callback: callback.save_on_train_epoch_end,
-        lambda callback, value: setattr(callback, "save_on_train_epoch_end", value),
-    )
-    kind._last_global_step_saved = property(_last_saved)
 
 
 def _last_saved(callback: Any) -> int:
