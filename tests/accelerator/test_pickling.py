@@ -240,7 +240,5 @@ def test_a_module_that_holds_its_own_accelerator_says_what_to_pickle_instead() -
     other = pickle.loads(pickle.dumps(loop.accelerator))
     assert other.prepared.models[0].accelerator is other
     loop.accelerator.gradient_state.num_steps = 1
-    with pytest.raises(
-        TypeError, match="Sequential stores the Accelerator, or an optimizer, that it was prepared with"
-    ):
+    with pytest.raises(TypeError, match="Sequential stores the Accelerator or optimizer that it was prepared with"):
         pickle.loads(pickle.dumps(loop.model))

@@ -69,7 +69,7 @@ def fit_on_rank_zero() -> None:
 
 
 def test_a_norm_of_a_part_cannot_be_logged_on_rank_zero_only() -> None:
-    with pytest.raises(RanksError, match=r"got a value of a sharded tensor.*full_tensor"):
+    with pytest.raises(RanksError, match=r"got a sharded tensor.*full_tensor"):
         ranks(2, fit_on_rank_zero)
 
 

@@ -517,7 +517,7 @@ def test_split_sequences_train_like_whole_ones(world: int, sizes: dict[str, Any]
 
 
 def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"context_parallel=2\) needs to know .* Pass context_parallel_dims"):
+    with pytest.raises(ValueError, match=r"context_parallel=2\) must know .* Pass context_parallel_dims"):
         ModelParallelStrategy(context_parallel=2)
 
     def run() -> None:

@@ -374,7 +374,9 @@ def test_connect_must_return_the_same_module() -> None:
         def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> tuple[Any, Any, Any]:
             return nn.Linear(1, 1), optimizers, lr_schedulers
 
-    with pytest.raises(TypeError, match=r"Other.connect returned a different module than it was given \(Weight\)"):
+    with pytest.raises(
+        TypeError, match=r"Other.connect returned a different module than the one it received \(Weight\)"
+    ):
         Trainer(max_steps=1, plugins=[Other()], **ALONE).fit(Weight(), BATCHES)
 
 
