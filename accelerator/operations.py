@@ -163,6 +163,8 @@ def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: 
     _require_alike("reduce", data, strategy)
 
     def one(tensor: Tensor) -> Tensor:
+        if reduction == "sum" and tensor.dtype is torch.bool:
+            tensor = tensor.long()  # as in torch.sum; all_reduce would only say whether any value is true
         if reduction != "none":
             tensor = strategy.reduce(tensor, reduction)  # type: ignore[arg-type]
         return tensor if scale == 1.0 else tensor * scale

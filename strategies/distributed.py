@@ -354,8 +354,6 @@ class DistributedStrategy(Strategy):
         reduced = tensor.detach().clone()
         if op == "mean" and not reduced.is_floating_point() and not reduced.is_complex():
             reduced = reduced.to(torch.get_default_dtype())
-        if op == "sum" and reduced.dtype is torch.bool:
-            reduced = reduced.long()  # as torch.sum does; all_reduce would only say whether any value is true
         with self._at(f"reduce({op})"):
             dist.all_reduce(reduced, _OPS[op], group=group)
         return reduced / dist.get_world_size(group) if op == "mean" else reduced

@@ -229,7 +229,9 @@ class MetricStore:
         states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in kept]
 
         def forget_all() -> None:
+            logs_steps = self.steps_in_evaluation  # an evaluation since then may have set it
             forget()
+            self.steps_in_evaluation = logs_steps
             for metric, state, updates in states:
                 metric.reset()
                 for attribute, value in state.items():
@@ -437,6 +439,7 @@ class MetricStore:
             if record.on_epoch:
                 value = record.result(self.strategy)
                 if record.is_void:
+                    self._drop(record)
                     continue
                 results.append((dataloader_idx, record, value))
                 self._keep(record, record.epoch_key, value)
@@ -452,6 +455,11 @@ class MetricStore:
         self.epoch_ended = False
         self.batch = self._sized = None
         return results
+
+    def _drop(self, record: Record) -> None:
+        """Forget the value of an earlier epoch, which callbacks must not judge again."""
+        for name in (record.epoch_key, record.key):
+            self._finished.pop(name, None)
 
     def _keep(self, record: Record, key: str, value: Tensor | float, newer: Sequence[str] = ()) -> None:
         """Keep a value, except under the ``newer`` names, so that callbacks can monitor it after its epoch."""

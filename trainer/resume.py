@@ -178,7 +178,7 @@ class Resumed:
         saved = self.batch_samples
         if saved is None or now is None:  # assume that a rank's batch size has not changed
             saved, now = self._saved, ranks_now
-        self._logged_until = round(self.ranks[0].get("logged_until", 0) * saved / now) if self.ranks else 0
+        self._logged_until = self.ranks[0].get("logged_until", 0) * saved // now if self.ranks else 0
         if self.in_loops and batch and not state.epoch_done and saved != now:
             here, left = divmod(batch * saved, now)
             again = "; samples that do not fill a batch are trained on again" if left else ""

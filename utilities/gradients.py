@@ -31,8 +31,8 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     order = float(norm_type)
     if order <= 0:
         raise ValueError(f"grad_norm: norm_type={norm_type!r} must be a positive number or 'inf'.")
-    trainer = getattr(module, "_trainer", None)
-    read = attrgetter("grad") if trainer is None else trainer.strategy.full_gradient
+    strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
+    read = attrgetter("grad") if strategy is None else strategy.full_gradient
     gradients = ((name, read(parameter)) for name, parameter in module.named_parameters())
     norms = {
         f"grad_{order}_norm{group_separator}{name}": full_value(gradient.detach().norm(order))

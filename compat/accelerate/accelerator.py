@@ -307,6 +307,8 @@ class Accelerator(accelerator.Accelerator):
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Like ``paceline.Accelerator.get_tracker``, but a missing tracker is always a ValueError."""
+        if not self.trackers.idle:
+            return super().get_tracker(name, unwrap)
         try:
             return super().get_tracker(name, unwrap)
         except RuntimeError as error:

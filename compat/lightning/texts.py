@@ -134,7 +134,7 @@ def hparams_text(hparams: dict[str, Any]) -> str:
     return "\n".join(f'"{name}":'.ljust(width) + f" {hparams[name]}" for name in sorted(hparams))
 
 
-def print_results(results: list[dict[str, float]], fn: str) -> None:
+def print_results(results: list[dict[str, Any]], fn: str) -> None:
     """Print the results of ``validate`` or ``test`` with all digits, sorted by name, in one column per loader."""
     from rich.console import Console
     from rich.table import Table
@@ -147,7 +147,8 @@ def print_results(results: list[dict[str, float]], fn: str) -> None:
     for heading in (f"{fn.capitalize()} metric", *(f"DataLoader {idx}" for idx in range(len(columns)))):
         table.add_column(heading, justify="center", min_width=25)
     for name in names:
-        table.add_row(name, *(str(one.get(name, " ")) for one in columns))
+        values = (one.get(name, " ") for one in columns)
+        table.add_row(name, *(str(value.item() if isinstance(value, torch.Tensor) else value) for value in values))
     Console(soft_wrap=True).print(table)
 
 

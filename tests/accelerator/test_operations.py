@@ -424,6 +424,8 @@ def test_a_sum_of_masks_counts_the_processes() -> None:
         return found.dtype, found.tolist()
 
     assert ranks(2, total) == [(torch.int64, [2, 0, 1])] * 2
+    alone = reduce(torch.tensor([True, False]), Strategy(), "sum")
+    assert (alone.dtype, alone.tolist()) == (torch.int64, [1, 0])
 
 
 def test_reduce_refuses_numbers_which_it_would_not_reduce() -> None:

@@ -579,6 +579,21 @@ def test_a_window_that_a_resume_repeats_counts_once(again: int | None, tmp_path:
     assert count(tmp_path / "saved", None, strategy=WithoutWindow()) == {"mean_epoch": 23.5, "sum": 1128}
 
 
+class Evaluates(Counts):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", batch[0].mean(), on_step=True)
+
+
+def test_step_values_of_a_validation_inside_a_repeated_window_keep_reaching_the_loggers(tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics")
+    memory, data = Memory(), TensorDataset(torch.arange(48.0))
+    for more in ({"callbacks": [Whole(tmp_path / "saved", 6)]}, {"logger": memory}):
+        trainer = make(strategy=WithoutWindow(), accumulate_grad_batches=4, val_check_interval=2, **more)
+        path = tmp_path / "saved" if "logger" in more else None
+        trainer.fit(Evaluates(), DataLoader(data, 2), DataLoader(data, 24), ckpt_path=path)
+    assert sum("value_step" in key for _, row in memory.rows for key in row) == 20  # ten validations of two batches
+
+
 class Sorted(Net):
     """Logs a torchmetrics object with states of two dtypes in lists."""
 

@@ -182,7 +182,7 @@ def test_fits_of_one_process_group_share_their_threads(found: list[dict[str, Any
 
 SCRIPT = """
 import os, signal, sys
-from tiny import QUIET, TinyModule, tiny_loader
+from tiny import TinyModule, tiny_loader
 from paceline import Trainer
 from paceline.callbacks import ModelCheckpoint
 
@@ -247,7 +247,7 @@ def test_the_launcher_ends_with_the_signals_status(told: str, name: str, tmp_pat
 
 WITH_WORKERS = """
 import sys
-from tiny import QUIET, TinyModule, tiny_loader
+from tiny import TinyModule, tiny_loader
 from torch.utils.data import DataLoader
 from paceline import Callback, Trainer
 from paceline.callbacks import ModelCheckpoint
