@@ -25,7 +25,9 @@ class ReadLoader(Protocol):
     @property
     def end_of_dataloader(self) -> bool: ...
     @property
-    def last_share(self) -> float: ...
+    def ends_separately(self) -> bool: ...
+    @property
+    def share(self) -> float: ...
     @property
     def remainder(self) -> int: ...
     @property
@@ -196,7 +198,7 @@ class GradientState:
     def say_read_at_once(self) -> None:
         """Warn if a loader that is read together with others has an uneven last batch, which cannot be weighted."""
         for loader in self.dataloader_references:
-            if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
+            if loader is not self.active_dataloader and loader.end_of_dataloader and loader.share != 1.0:
                 messages.warn_once(
                     "Several prepared loaders are read at once, and the last batch of one loader differs in size "
                     "between processes. backward and gather_for_metrics use the loader that was read last, so the "
@@ -332,7 +334,12 @@ class Window:
         state, first = self.state, self.free or not self.counted
         loader = state.active_dataloader
         one = None if loader is None else loader.reading
-        if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0 and not state.weighs_itself:
+        if (
+            loader is not None
+            and (loader.end_of_dataloader or loader.ends_separately)
+            and loader.share != 1.0
+            and not state.weighs_itself
+        ):
             loss, num_items = _share(loss, num_items, loader, first)
         if one is not None:
             one.read_ahead -= first and one.read_ahead > 0
@@ -466,14 +473,14 @@ class Window:
 
 
 def _share(loss: Tensor, num_items: Any, loader: ReadLoader, first: bool) -> tuple[Tensor, Any]:
-    """Return the weighted loss and number of items for a last batch whose size differs between processes.
+    """Return the weighted loss and number of items for a batch whose size differs between processes.
 
     If the loss belongs to an earlier batch, whose backward pass runs only now, the loss is returned unchanged. A loss
     with a number of items needs no weight, unless its batch only repeats samples of another process.
     """
-    share = loader.last_share
+    share = loader.share
     if num_items is not None and share != 0.0:
         return loss, num_items
-    if loader.reading is not None and not loader.reading.is_loss_of_last(first):
+    if loader.reading is not None and not loader.reading.is_loss_of_latest(first):
         return loss, num_items
     return (loss * share, None) if num_items is None else (loss, 0)

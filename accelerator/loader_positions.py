@@ -24,35 +24,38 @@ class Pass:
         batches: source of the batches.
         length: number of batches; -1 if unknown until ``batches`` reports that it is exhausted.
         random: states of the CPU's random generators at the start of the pass.
+        at_end: whether the most recent batch is the last one.
         before_last: function that returns the batch before the last one, or None once the loop no longer references it.
         read_ahead: number of batches that were read but have had no backward pass.
         last_is_unknown: whether the last batch's loss cannot be told apart from the losses of earlier batches.
     """
 
-    __slots__ = ("batches", "before_last", "done", "epoch", "last_is_unknown", "length", "random", "read_ahead")
+    __slots__ = (
+        *("at_end", "batches", "before_last", "done", "epoch", "last_is_unknown", "length", "random", "read_ahead"),
+    )
 
     def __init__(self, epoch: int, done: int, batches: Batches, length: int) -> None:
         self.epoch, self.done, self.batches, self.length = epoch, done, batches, length
         self.random = host_random_states()
-        self.before_last = _nothing
+        self.at_end, self.before_last = False, _nothing
         self.read_ahead = 0
         self.last_is_unknown = False
 
     def ends_with(self, batch_before: Any) -> None:
         """Record that the next batch is the last one, and which batch was yielded before it."""
-        self.before_last = _reference(batch_before)
+        self.at_end, self.before_last = True, _reference(batch_before)
 
-    def is_loss_of_last(self, first: bool) -> bool:
-        """Return whether a loss belongs to the last batch; call this only after the last batch was read.
+    def is_loss_of_latest(self, first: bool) -> bool:
+        """Return whether a loss belongs to the batch that was read most recently.
 
         A loop that reads several batches before running their backward passes computes the losses in the order of the
-        batches. A loop that skips batches no longer references them.
+        batches. A loop that skips batches no longer references them, which is checked only for the last batch.
 
         Args:
             first: whether this is the micro-batch's first backward pass.
         """
-        found = self.read_ahead + (not first) <= 1 or self.before_last() is None
-        self.last_is_unknown = not found
+        found = self.read_ahead + (not first) <= 1 or (self.at_end and self.before_last() is None)
+        self.last_is_unknown = self.at_end and not found
         return found
 
     @property

@@ -24,7 +24,7 @@ from ..data.loaders import (
     what_fetching_changes,
 )
 from ..data.sample_order import cuts, takes_indices
-from ..data.sharding import is_split, last_share, repeats, shard
+from ..data.sharding import batch_share, ends_separately, is_split, shard
 from ..data.uneven_shards import Division
 from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..devices.kinds import kind_of
@@ -81,6 +81,7 @@ class PreparedLoader(DataLoader[Any]):
     Attributes:
         end_of_dataloader: whether the most recent batch is the last one of its pass.
         reading: the pass that yielded the most recent batch; None outside a pass.
+        ends_separately: whether :attr:`share` may differ from 1.0 for batches other than the last one of a pass.
         derived: text for messages that says what :meth:`load_state_dict` had to compute instead of restoring.
         lengths: each process's number of batches if a pass has more of them on some processes; otherwise empty.
     """
@@ -89,6 +90,7 @@ class PreparedLoader(DataLoader[Any]):
     base: DataLoader[Any]
     strategy: Strategy
     end_of_dataloader: bool
+    ends_separately: bool
     reading: Pass | None
     derived: str
     lengths: list[int]
@@ -130,7 +132,8 @@ class PreparedLoader(DataLoader[Any]):
         """Shard the loader for this process. Every process must call this."""
         source = _part(self.base, self.strategy, self.config, self._even)
         dispatched = isinstance(source, Dispatched)
-        vars(self).update(_source=source, _order=self.base if dispatched else source)
+        order = self.base if dispatched else source
+        vars(self).update(_source=source, _order=order, ends_separately=ends_separately(source))
         if source is not self.base and not dispatched:
             for generator in users_generators(source):
                 generator.set_state(self.strategy.broadcast(generator.get_state()))
@@ -360,7 +363,7 @@ class PreparedLoader(DataLoader[Any]):
     def rows(self) -> int:
         """Number of samples in the most recent batch, not counting samples repeated from another process."""
         rows, last = self.batch_rows, self.end_of_dataloader and not self._is_cut()
-        if not rows or repeats(self._source, self.batches_done - 1, last):
+        if not rows or self.share == 0.0:
             return 0
         return max(rows - self._repeated(), 0) if last else rows
 
@@ -372,9 +375,9 @@ class PreparedLoader(DataLoader[Any]):
         return sum(i % sampler.num_replicas == sampler.rank for i in range(len(sampler.dataset), sampler.total_size))
 
     @property
-    def last_share(self) -> float:
-        """Weight of this process's mean in the mean across all processes, for the last batch of a pass."""
-        return 1.0 if self._is_cut() else last_share(self._source)
+    def share(self) -> float:
+        """Weight of this process's mean in the mean across all processes, for the most recent batch."""
+        return batch_share(self._source, self.batches_done - 1, self.end_of_dataloader and not self._is_cut())
 
     def _is_cut(self) -> bool:
         """Return True if passes stop early because another process has fewer batches."""

@@ -55,8 +55,8 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
 
     Batches that are not collected sample by sample from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a
     list of batches) are assigned to the processes in turn, without splitting them. Other iterables are left unchanged,
-    because they may already be sharded by process. With an iterable dataset, each worker's stream ends separately, and
-    only the last batch of the stream that ends last is weighted exactly.
+    because they may already be sharded by process. If several workers read an iterable dataset, each worker's stream
+    ends separately, so several batches of an epoch may need a weight: multiply by :func:`batch_share`.
 
     Args:
         loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded individually. A
@@ -113,18 +113,23 @@ def unweighted(loader: CombinedLoader, batches: int | float) -> list[int]:
     return [] if alike else uneven
 
 
-def repeats(loader: Any, number: int, last: bool) -> bool:
-    """Return True if a batch of the current pass contains only repeats of samples that another process has.
+def ends_separately(loader: Any) -> bool:
+    """Return True if each of several workers has a last batch, because they read an iterable dataset."""
+    return isinstance(shard_of(loader), RankStream) and loader.num_workers > 1
+
+
+def batch_share(loader: Any, number: int, at_end: bool) -> float:
+    """Return the weight of this process's mean over one batch of the current pass, as in :func:`last_share`.
 
     Args:
-        loader: a DataLoader that :func:`shard_training` returned.
-        number: index of the most recent batch (0-based).
-        last: whether this batch is the last of the pass.
+        loader: a loader that :func:`shard_training` returned.
+        number: index of the batch (0-based), which has been fetched.
+        at_end: whether the loader is known to end after this batch.
     """
+    if at_end:
+        return last_share(loader)
     shard = shard_of(loader)
-    if isinstance(shard, RankStream) and loader.num_workers > 1:
-        return shard.share_of(number) == 0.0
-    return last and last_share(loader) == 0.0
+    return shard.share_of(number) if isinstance(shard, RankStream) and not shard.division.evaluation else 1.0
 
 
 def surplus(loader: Any) -> bool:
@@ -215,7 +220,7 @@ class RankStream(Shard, IterableDataset[Any]):
     """
 
     def __init__(self, whole: DataLoader[Any], division: Division) -> None:
-        ends = torch.zeros(max(whole.num_workers, 1), 2, dtype=torch.float64)
+        ends = torch.tensor([[0.0, 1.0]] * max(whole.num_workers, 1), dtype=torch.float64)
         vars(self).update(
             whole_dataset=whole.dataset,
             division=division,

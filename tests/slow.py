@@ -24,6 +24,7 @@ REASONS: dict[str, str] = {
     "faults/test_two_nodes.py::test_two_machines_learn_what_one_with_as_many_processes_learns": (
         "six fresh interpreters in two network namespaces"
     ),
+    "data/test_stream_weights.py": "starts workers for some twenty runs, on one and on two processes",
     "strategies/deepspeed/test_gradients.py": "the first use of a stage of DeepSpeed compiles and imports",
     "strategies/deepspeed/test_strategy.py": "the first use of a stage of DeepSpeed compiles and imports",
     "loggers/test_csv.py::test_a_program_that_ends_without_finalize_leaves_its_rows": (

@@ -23,7 +23,15 @@ from ..data.loaders import (
     users_generators,
     without_shuffling,
 )
-from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training, unweighted
+from ..data.sharding import (
+    batch_indices,
+    batch_share,
+    ends_separately,
+    last_share,
+    shard_evaluation,
+    shard_training,
+    unweighted,
+)
 from ..devices.kinds import kind_of
 from ..processes.seed import isolate_rng
 from .hooks import overridden
@@ -59,8 +67,10 @@ class DataSource:
         self._agreed_on: Any = None
         self._is_elsewhere = False  # the run happened in other processes
         self._is_mine = False  # the training loader was sharded here, so all ranks must draw the same order
-        #: The value of :attr:`last_share`; None if it is not known before the epoch's last batch.
+        #: The last training batch's :meth:`share`; None if shares are not known before the batches are fetched.
         self.known_share: float | None = 1.0
+        #: Whether batches other than an epoch's last one may have a share, too.
+        self.ends_separately = False
 
     # ---- finding ---------------------------------------------------------------------------------------------------
 
@@ -119,9 +129,10 @@ class DataSource:
             self._is_mine = loader is not whole
             self.num_training_batches = count_batches(loader, self.limit("train"), "train_dataloader")
             self.train_loader = loader
+            self.ends_separately = ends_separately(loader)
             self.known_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
-            if self._is_mine and self.num_training_batches == INF:
-                self.known_share = None  # an epoch ends only where the loader ends
+            if self.ends_separately or (self._is_mine and length_of(loader) is None):
+                self.known_share = None
             if self._is_mine and isinstance(loader, CombinedLoader):
                 self._tell_unweighted(unweighted(loader, self.num_training_batches))
             self._loaded_at = self.run.state.epoch
@@ -139,13 +150,13 @@ class DataSource:
                 "share evenly."
             )
 
-    @property
-    def last_share(self) -> float:
-        """Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
+    def share(self, batch_idx: int, at_end: bool) -> float:
+        """Return the weight of a training batch's loss on this rank; it differs if ranks have unequal batches.
 
-        If the loader has no length, the weight is valid only while ``state.is_last_batch`` is True.
+        The batch has been fetched. It is the epoch's last one, unless workers' streams end separately. ``at_end`` says
+        whether the loader ended after it.
         """
-        return last_share(self.train_loader) if self.known_share is None else self.known_share
+        return batch_share(self.train_loader, batch_idx, at_end) if self.known_share is None else self.known_share
 
     def _in_order(self, loader: Any, stage: str) -> Any:
         """Return the loader with shuffling turned off, for ``overfit_batches``."""

@@ -22,7 +22,7 @@ from .lr_schedules import Schedules
 from .manual_step_check import ManualStepCheck
 from .state import Pending
 from .states import RunningStage
-from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached, without_last_items
+from .step import IteratorStep, ManualStep, PaddingStep, choose_step, detached, without_padding_items
 from .validation import Validation
 
 if TYPE_CHECKING:
@@ -151,13 +151,14 @@ class FitLoop:
         ``on_train_batch_end`` hooks; and :meth:`after_hooks`. A checkpoint can be saved anywhere in between, so
         ``state.pending`` always records the work that a run resumed from that checkpoint does first.
         """
-        run, state, metrics, stops = self.run, self.state, self.metrics, self.stops
+        state, metrics, stops, source = self.state, self.metrics, self.stops, self.run.source
         self.start_epoch()
         self.plan_epoch()
         step, batches = self.step(), self.batches(start_batch)
         run_step = self.profiler.around("run_training_batch", step)  # `step` itself if nothing is profiled
-        num_batches = run.source.num_training_batches  # inf if the loader has no length
+        num_batches = source.num_training_batches  # inf if the loader has no length
         schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
+        ends_separately = source.ends_separately and not self.takes_iterator
         every_batch = self.validation.every is not None or bool(schedules.step_plateaus)
         # Here the ranks reduce values of self.log(..., on_step=True, sync_dist=True); `active` only if there are any.
         step_values, hook_values = metrics.step_value_sharings()
@@ -172,6 +173,8 @@ class FitLoop:
                     raise RuntimeError(self.wrong_length(f"at least {batch_idx + 1}"))
                 state.batch_idx, state.stepped = batch_idx, False
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
+                if state.is_last_batch or ends_separately:
+                    state.share = source.share(batch_idx, batches.exhausted)
                 metrics.batch = batch  # its size is the weight of the logged values
                 # A hook that returns -1 skips the rest of the epoch, including this batch; the other hooks still run.
                 if batch_starts and batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_starts]:
@@ -180,7 +183,7 @@ class FitLoop:
                     break
                 outputs = run_step(batch, batch_idx)  # sets state.stepped if an optimizer stepped
                 if step_values.active:
-                    step_values.share(weight=run.source.last_share if state.is_last_batch else 1.0)
+                    step_values.share(weight=state.share)
                 state.batches += 1
                 state.next_batch, state.pending = batch_idx + 1, SCHEDULERS
                 if not state.window:  # no gradients wait for the next optimizer step
@@ -193,7 +196,7 @@ class FitLoop:
                     for hook in batch_ends:
                         hook(outputs, batch, batch_idx)
                 if hook_values.active:
-                    hook_values.share(weight=run.source.last_share if state.is_last_batch else 1.0)
+                    hook_values.share(weight=state.share)
                 # All ranks stop after the same batch. They agree on it in `at` once any of them has been asked to stop.
                 if state.stop_requested:
                     reason = stops.here()
@@ -268,15 +271,15 @@ class FitLoop:
         """Create the epoch's step, because callbacks may have changed the optimizers or the accumulation."""
         if self.whole is not None:
             return self.whole.step(self.losses)
-        # Is the last batch padding on this rank, run only so that the other ranks do not wait for its gradients?
-        empty = self.run.source.known_share in (0.0, None)
+        # May a batch be padding on this rank, run only so that the other ranks do not wait for its gradients?
+        may_pad = self.run.source.known_share in (0.0, None)
         step = choose_step(
             self.run,
-            without_last_items(self.run, self.forward) if empty else self.forward,
+            without_padding_items(self.run, self.forward) if may_pad else self.forward,
             self.losses,
             self.manual_step_check,
         )
-        step = EmptyLastStep(step) if empty else step
+        step = PaddingStep(step) if may_pad else step
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
@@ -383,7 +386,7 @@ class FitLoop:
         """Do the end-of-epoch work. If the epoch is not ``complete``, a later fit continues it."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         self.forget_repeats(None, math.inf)
-        state.epoch_done, state.pending = complete, EPOCH_VALUES
+        state.epoch_done, state.pending, state.share = complete, EPOCH_VALUES, 1.0
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:

@@ -324,8 +324,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 "self.automatic_optimization = False in __init__ to call it yourself, or return the loss instead."
             )
         run, hooks, precision = trainer.current_run, trainer.current_run.hooks, trainer.strategy.precision
-        if run.state.is_last_batch and not run.state.epoch_done and run.source.last_share != 1.0:
-            loss = loss * run.source.last_share
+        if run.state.share != 1.0:
+            loss = loss * run.state.share
         if not precision.overrides.isdisjoint(BACKWARD):
             around = (hooks.on_before_backward, hooks.on_after_backward)
             precision.bind_backward(trainer.strategy.backward, self, None, around)(loss, *args, **kwargs)

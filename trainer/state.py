@@ -42,6 +42,8 @@ class RunState:
         pending: the work that a resumed run has to do before the next batch.
         stepped: whether the current batch ended in an optimizer step.
         is_last_batch: whether the current batch is the last of its epoch.
+        share: weight of the current batch's mean on this rank: 1.0 if all ranks have the same number of samples, and
+            0.0 if this rank's samples only repeat another rank's.
         epoch_done: whether the epoch's last batch has been trained on (true inside ``on_train_epoch_end``).
         shuffle_seed: the seed that, together with the epoch, determines the shuffling.
         signum: the signal that ends the run at the next step boundary, or 0.
@@ -67,6 +69,7 @@ class RunState:
     pending: Pending = Pending.NOTHING
     stepped: bool = False
     is_last_batch: bool = False
+    share: float = 1.0
     epoch_done: bool = False
     shuffle_seed: int = 0
     signum: int = 0
@@ -87,6 +90,7 @@ class RunState:
         self.fn, self.stage, self.status = TrainerFn(fn), None, TrainerStatus.RUNNING
         self.signum = self.boundaries = self.evaluated = 0
         self.should_stop = self.stop_requested = self.saving = False
+        self.share = 1.0
 
     def x_axis(self, updates: int) -> int:
         """Return the loggers' position on the x axis for values logged after ``updates`` updates."""

@@ -89,7 +89,6 @@ class TrainStep(ManualStep):
         module, hooks, strategy = run.module, run.hooks, run.strategy
         self.optimizer: Optimizer = run.joint.optimizer
         self.accumulate = run.trainer.accumulate_grad_batches
-        self.source = run.source
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
         self.before_step = hooks.on_before_optimizer_step
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
@@ -161,8 +160,8 @@ class TrainStep(ManualStep):
         if not self.losses.by_items:
             if self.accumulate > 1:
                 loss = loss / self.accumulate
-            if self.state.is_last_batch and (share := self.source.last_share) != 1.0:
-                loss = loss * share
+            if self.state.share != 1.0:
+                loss = loss * self.state.share
         for hook in self.before_backward:
             hook(loss)
         try:
@@ -312,14 +311,14 @@ class ClosureStep(TrainStep):
             self.step_through_module(self.complete)
 
 
-class EmptyLastStep(ManualStep):
-    """A step for a rank that may have no samples in the epoch's last batch; if so, it discards that batch's values."""
+class PaddingStep(ManualStep):
+    """A step for a rank that may get a batch without samples of its own; it discards the values of such a batch."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
-        if not self.state.is_last_batch or self.run.source.last_share:
+        if self.state.share:
             return self.step(batch, batch_idx)
         with self.run.metrics.muted(self.run.module):
             return self.step(batch, batch_idx)
@@ -328,13 +327,13 @@ class EmptyLastStep(ManualStep):
         self.step.finish_window()
 
 
-def without_last_items(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that it reports no items for the epoch's last batch."""
+def without_padding_items(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward`` for a :class:`PaddingStep`, so that it reports no items for a batch without own samples."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)
-        empty = run.state.is_last_batch and run.source.last_share == 0.0
-        return output | {"num_items": 0} if empty and isinstance(output, dict) and "num_items" in output else output
+        padding = run.state.share == 0.0
+        return output | {"num_items": 0} if padding and isinstance(output, dict) and "num_items" in output else output
 
     return forward_without
 

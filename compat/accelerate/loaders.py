@@ -114,7 +114,7 @@ class DataLoaderShard(PreparedLoader):
         if not known or total is None or not size or isinstance(self.base.dataset, IterableDataset):
             return self.rows
         left = 0 if batches.drop_last or not self.end_of_dataloader or self._is_cut() else total % size
-        return round(self.last_share * left / world) if left else size // world
+        return round(self.share * left / world) if left else size // world
 
     def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
         strategy, now = self.strategy, None

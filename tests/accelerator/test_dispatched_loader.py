@@ -55,7 +55,7 @@ def test_u14_ranks_get_batches_of_different_shapes_and_only_one_rank_reads() -> 
         for batch in loader:
             joint = gather_for_metrics({"i": batch["x"][:, 0]}, strategy, loader)["i"].tolist()
             names = gather_for_metrics(batch["names"], strategy, loader)
-            found.append((tuple(batch["x"].shape), joint, names, loader.end_of_dataloader, loader.last_share))
+            found.append((tuple(batch["x"].shape), joint, names, loader.end_of_dataloader, loader.share))
         return found, data.read
 
     def both(count: int) -> Any:

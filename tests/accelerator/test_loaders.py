@@ -130,9 +130,7 @@ def rounds_of(loaders: list[PreparedLoader]) -> list[list[tuple[list[int], int, 
     """Round by round what each rank gets: indices, how many count, and the share of the last."""
     found = []
     for loader in loaders:
-        passed = [
-            (batch.tolist(), loader.rows, loader.last_share if loader.end_of_dataloader else 1.0) for batch in loader
-        ]
+        passed = [(batch.tolist(), loader.rows, loader.share) for batch in loader]
         found.append(passed)
     return [list(entry) for entry in zip(*found, strict=True)]
 
