@@ -106,7 +106,7 @@ class ModelPruning(Callback):
     # ---- what to prune -----------------------------------------------------------------------------------------------
 
     def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Pair] = ()) -> Sequence[Pair]:
-        """Return the parameters to prune; override this to leave some out."""
+        """Return the parameters to prune; override this method to leave some out."""
         return parameters_to_prune
 
     @staticmethod
@@ -115,7 +115,7 @@ class ModelPruning(Callback):
         parameters_to_prune: Sequence[Pair] | None = None,
         parameter_names: Sequence[str] = (),
     ) -> list[Pair]:
-        """Check and return the given pairs; if none are given, return all parameters with these ``parameter_names``.
+        """Check and return the given pairs; if none are given, return all parameters named in ``parameter_names``.
 
         Raises:
             ValueError: if a pair does not refer to a parameter of a submodule, or if there is nothing to prune.

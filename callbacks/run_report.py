@@ -301,7 +301,7 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
 
 
 def _experiment(trainer: Trainer) -> str:
-    """Return the first logger's name and version, such as ``"paceline_logs / version_0"``; empty without a logger."""
+    """Return the first logger's name and version, such as ``"paceline_logs / version_0"``; "" if there is no logger."""
     logger = next((logger for logger in trainer.loggers if not isinstance(logger, RunRecord)), None)
     if logger is None:
         return ""

@@ -1,4 +1,4 @@
-"""Callback for stochastic weight averaging, which averages the last epochs' weights and sets the learning rates."""
+"""Callback for stochastic weight averaging: it averages the last epochs' weights and anneals their learning rates."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """The first averaged epoch (0-based); known once a fit has started."""
+        """The first epoch (0-based) whose weights are averaged; known once a fit has started."""
         return self._start
 
     @property
@@ -307,12 +307,12 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
 
 
 def _training_layers(module: nn.Module) -> dict[str, BatchNorm]:
-    """Return the BatchNorm layers whose statistics a training step changes, by name."""
+    """Return a dict, by name, of the BatchNorm layers whose statistics a training step changes."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm) and layer.training}
 
 
 def _statistics(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the statistics that a training step changes, by their ``state_dict`` names."""
+    """Return a dict, by ``state_dict`` name, of copies of the BatchNorm statistics that a training step changes."""
     return {
         f"{name}.{key}" if name else key: buffer.clone()
         for name, layer in _training_layers(module).items()

@@ -283,7 +283,8 @@ class Request:
     Attributes:
         again: whether the run restarts from one of its own checkpoints; if so, its loggers continue their logs.
         trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
-        show_results: prints the results of an evaluation; called with the results and the entry point's name.
+        show_results: function that prints the results of an evaluation; called with the results and the entry point's
+            name.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn

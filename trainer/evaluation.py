@@ -232,9 +232,10 @@ class EvalLoop:
         run.predict_batch_indices.append([])
 
     def check_length(self, loader: Any, seen: int, limit: float, known: float) -> None:
-        """Raise if a loader yielded a different number of batches than its length, or if an iterator is exhausted.
+        """Raise if the number of batches that a loader yielded differs from its length, or if an iterator had none left.
 
-        Without batches, no values are logged, and callbacks would monitor those of the previous validation.
+        If there were no batches, no values would be logged, and callbacks would monitor the values of the previous
+        validation.
         """
         if seen == 0 and isinstance(loader, Iterator):
             self.refuse_empty(
