@@ -135,7 +135,7 @@ class WeightAverage:
         return strategy.model_state(_tree(self.averages()))
 
     def held_state(self, strategy: Strategy) -> dict[str, Any]:
-        """Return the weights that :meth:`show` set aside, in the form of :meth:`average_state`; ``{}`` if none are."""
+        """Return the weights, if any, that :meth:`show` set aside, in the form of :meth:`average_state`."""
         if self.held is None:
             return {}
         return strategy.model_state(_tree({name: self.held[index] for name, index in self._index.items()}))

@@ -232,7 +232,7 @@ class EvalLoop:
         run.predict_batch_indices.append([])
 
     def check_length(self, loader: Any, seen: int, limit: float, known: float) -> None:
-        """Raise if the number of batches that a loader yielded differs from its length, or if an iterator had none left.
+        """Raise if the number of batches that a loader yielded differs from its length, or if an iterator is exhausted.
 
         If there were no batches, no values would be logged, and callbacks would monitor the values of the previous
         validation.

@@ -58,7 +58,7 @@ class Record:
         resumed: whether the record was restored from a checkpoint and has not been updated since.
         hook: the hook that logged the name first; empty if that happened in another process.
         together: whether processes share each step's value (:mod:`.shared_step_values`).
-        is_void: whether the epoch's value was computed, but a torchmetrics object had none.
+        is_void: whether the epoch's value was requested from a torchmetrics object that had no value.
     """
 
     reduction = "last"

@@ -457,7 +457,7 @@ class MetricStore:
         return results
 
     def _drop(self, record: Record) -> None:
-        """Forget the value of an earlier epoch, which callbacks must not judge again."""
+        """Forget the value of an earlier epoch, so that callbacks do not act on it again."""
         for name in (record.epoch_key, record.key):
             self._finished.pop(name, None)
 
@@ -484,7 +484,7 @@ class MetricStore:
             self._check_values(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
-        """Discard everything that the stage has logged, because a sanity check's values are not results."""
+        """Discard everything that the stage has logged. Called after a sanity check, whose values are not results."""
         for key in [key for key in self._tables if key[0] == self.state.stage]:
             del self._tables[key]
         self._finished.clear()

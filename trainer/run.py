@@ -150,7 +150,7 @@ class Run:
                 logger.log_metrics(metrics=metrics, step=step)
 
     def count_save(self) -> int:
-        """Count a new save and return its number, which follows the latest in this run or its checkpoint folders."""
+        """Count a new save and return its number, one above the latest in this run and in its checkpoint folders."""
         self.saves += 1
         return self.saves
 

@@ -381,7 +381,7 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
 
 
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
-    """Choose the loggers' folders before their first use; a resumed fit continues in the saved run's folders.
+    """Choose the loggers' folders before they are first used; a resumed fit continues in the saved run's folders.
 
     Return the path of the checkpoint to resume from, or None.
     """
