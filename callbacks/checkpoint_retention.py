@@ -514,7 +514,7 @@ class CheckpointKeeper(Checkpoint):
             messages.warn_once(
                 f"ModelCheckpoint(filename={self.filename!r}) uses values that have not been logged yet "
                 f"({messages.names(missing, last='and')}), so the file name contains nan. Log these values, or use "
-                f"{messages.names(sorted(logged))}."
+                f"values that have been logged: {messages.names(sorted(logged))}."
             )
         if self._alone or self.monitor is None:
             return self._agreed(trainer, values)

@@ -242,7 +242,7 @@ def check_mode(who: str, mode: str) -> None:
     """Raise unless ``mode`` is ``"min"`` or ``"max"``."""
     if mode not in ("min", "max"):
         raise ValueError(
-            f"{messages.unknown(f'mode of {who}', mode, ('min', 'max'))} "
+            f"{messages.unknown(f'{who} mode', mode, ('min', 'max'))} "
             "The mode says whether smaller or larger values of the metric are better."
         )
 
@@ -254,8 +254,8 @@ def check_direction(who: str, monitor: str | None, mode: str) -> None:
     words = words_in(monitor)
     if not words.isdisjoint(_HIGHER.split()) and words.isdisjoint(_LOWER.split()):
         messages.warn_once(
-            f"{who}(monitor={monitor!r}, mode='min') treats the lowest {monitor!r} as the best, but its name suggests "
-            "that higher is better. Pass mode='max', or rename the metric."
+            f"{who}(monitor={monitor!r}, mode='min') treats the lowest {monitor!r} as the best, but the metric's name "
+            "suggests that higher is better. Pass mode='max', or rename the metric."
         )
 
 

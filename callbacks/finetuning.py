@@ -133,8 +133,8 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"The optimizer already contains {len(params) - len(new)} of the {len(params)} parameters to "
-                "unfreeze. These stay in their groups. Pass the optimizer only the parameters that are trainable "
-                "from the start: [p for p in self.parameters() if p.requires_grad]."
+                "unfreeze. These parameters stay in their groups. Pass the optimizer only the parameters that are "
+                "trainable from the start: [p for p in self.parameters() if p.requires_grad]."
             )
         return new
 
@@ -239,8 +239,8 @@ class BaseFinetuning(Callback):
         if unknown:
             raise ValueError(
                 f"{type(self).__name__}.finetune_function added a parameter of shape {unknown[0]} that does not belong "
-                f"to {type(pl_module).__name__}, so a resumed run could not find it. Assign its layer to an "
-                "attribute of the module."
+                f"to {type(pl_module).__name__}, so a resumed run could not find the parameter. Assign the layer "
+                "that contains it to an attribute of the module."
             )
         return [[names[id(p)] for p in group["params"]] for group in groups]
 
@@ -361,7 +361,8 @@ class BackboneFinetuning(BaseFinetuning):
         if stage == "fit" and not isinstance(backbone, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} needs {type(pl_module).__name__}.backbone to be an nn.Module when the fit "
-                f"begins, but found {backbone!r}. Create it in __init__, or subclass BaseFinetuning for other layers."
+                f"begins, but found {backbone!r}. Create the backbone in __init__, or subclass BaseFinetuning for "
+                "other layers."
             )
         super().setup(trainer, pl_module, stage)
 

@@ -65,8 +65,8 @@ class GarbageCollection(Callback):
             )
         if every_n_steps is None and not freeze:
             raise ValueError(
-                "GarbageCollection(every_n_steps=None, freeze=False) would do nothing. Pass a number of steps or "
-                "freeze=True, or remove the callback."
+                "GarbageCollection(every_n_steps=None, freeze=False) would do nothing. Pass a number for "
+                "every_n_steps, pass freeze=True, or remove the callback."
             )
         self.every_n_steps = every_n_steps
         self.freeze = freeze

@@ -144,8 +144,8 @@ class StochasticWeightAveraging(Callback):
             )
         if not pl_module.automatic_optimization:
             raise ValueError(
-                f"{me} advances its own schedule and runs training_step without gradients for BatchNorm, but {module} "
-                "uses manual optimization. Use WeightAveraging or EMAWeightAveraging."
+                f"{me} advances its own schedule, and runs training_step without gradients to estimate BatchNorm "
+                f"statistics, but {module} uses manual optimization. Use WeightAveraging or EMAWeightAveraging."
             )
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters and _training_layers(pl_module):
             raise ValueError(

@@ -307,7 +307,7 @@ def check_request(running: str | None, request: Request) -> None:
     if running is not None:
         raise RuntimeError(
             f"{name}() was called while {running} is running, but a Trainer can execute only one run at a time. Call "
-            f"it after {running}, or use another Trainer."
+            f"it after {running} has ended, or use another Trainer."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, storage.Remote)):
         raise TypeError(

@@ -218,7 +218,7 @@ class EvalLoop:
                 if iterator.taken == taken:
                     raise RuntimeError(
                         f"{name}(dataloader_iter) returned without calling next(dataloader_iter), so the evaluation "
-                        "would never end. Call it: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+                        "would never end. Fetch a batch: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
                     )
                 run.state.evaluated += iterator.taken - taken
                 self.fetched = iterator.last

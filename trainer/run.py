@@ -160,7 +160,7 @@ class Run:
         """Carry out the run; restart it from a checkpoint each time a callback raises :class:`Rollback`."""
         given = request = self.request
         if given is None or request is None:
-            raise RuntimeError("This Run has nothing to do. Call its Trainer, such as trainer.fit(module).")
+            raise RuntimeError("This Run has nothing to do. Call a method of its Trainer, such as trainer.fit(module).")
         at_start = self.state.state_dict()
         while True:
             self.state.begin(request.fn)

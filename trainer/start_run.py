@@ -199,8 +199,8 @@ def _unwrapped(module: Any) -> Any:
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
-        f"The module was passed wrapped in {type(module).__name__}. It has been unwrapped, because the strategy wraps "
-        "it itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
+        f"The module was passed wrapped in {type(module).__name__}. The wrapper was removed, because the strategy "
+        "wraps the module itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 

@@ -351,7 +351,7 @@ class IteratorStep(ManualStep):
         if batch.taken == taken:
             raise RuntimeError(
                 "training_step(dataloader_iter) returned without calling next(dataloader_iter), so training would "
-                "never advance. Call it once: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+                "never advance. Fetch one batch: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
             )
         self.step.state.is_last_batch |= batch.exhausted
         return outputs
