@@ -2,10 +2,10 @@
 
 ``FIT_PSEUDO_CODE`` shows the order of the hooks in a fit. It is valid Python: a test executes it and compares the order
 of the calls with that of real fits, so the code cannot drift from the implementation. Each line calls a hook on every
-object that defines the hook: first on the callbacks, in the order of the list, then on the module. For ``setup``,
-``teardown`` and ``prepare_data``, the ``DataModule`` comes before the callbacks. There is one exception: callbacks that
-monitor metrics (``ModelCheckpoint``, ``EarlyStopping``) run ``on_train_epoch_end`` after the module, so that they see
-the values that the module logs in its own ``on_train_epoch_end``.
+object that defines the hook: first on the callbacks, in the order of ``trainer.callbacks``, then on the module. For
+``setup``, ``teardown`` and ``prepare_data``, the ``DataModule`` comes before the callbacks. There is one exception:
+callbacks that monitor metrics (``ModelCheckpoint``, ``EarlyStopping``) run ``on_train_epoch_end`` after the module, so
+that they see the values that the module logs in its own ``on_train_epoch_end``.
 
 When batches are prefetched (on a GPU, or when a loader has no length), the three transfer hooks run one batch ahead.
 """
@@ -441,9 +441,9 @@ class Callback:
         """Return a function that the trainer calls instead of ``step``. Called once, when training starts.
 
         The returned function receives ``(batch, batch_idx)`` and runs before the backward pass. It may call ``step``,
-        read its output and return a different one; with automatic optimization, returning None skips the batch. It must
-        not call backward. This hook is not supported with ``Trainer(compile="step")``, which compiles the step into a
-        single graph.
+        read the output and return a different output; with automatic optimization, returning None skips the batch. It
+        must not call backward. This hook is not supported with ``Trainer(compile="step")``, which compiles the step
+        into a single graph.
         """
         return step
 
@@ -488,8 +488,8 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 
     Attributes:
         path: the checkpoint.
-        own: True if this run wrote the checkpoint, so everything in it is restored; False if the fit started from the
-            checkpoint and therefore starts over.
+        own: True if this run wrote the checkpoint, in which case everything in it is restored; False if the fit started
+            from the checkpoint and therefore starts over.
         blamed: epoch and index of the batch to skip when it comes up again, or None.
     """
 
@@ -504,8 +504,8 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
     """Return the method ``name`` if a subclass of ``base`` or the instance defines it, else None.
 
-    A value of None, on the class or on the instance, means "not overridden". So does an instance attribute that holds a
-    default method, whether of this object or of another.
+    A value of None, on the class or on the instance, means "not overridden". An instance attribute that holds a default
+    method, whether of this object or of another one, means the same.
 
     Args:
         owner: a callback, module, DataModule or any other object.

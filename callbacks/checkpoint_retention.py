@@ -110,7 +110,7 @@ class CheckpointKeeper(Checkpoint):
 
     @property
     def dirpath(self) -> str | None:
-        """The absolute path of the checkpoint folder; None until a fit has chosen it. Set it before the fit."""
+        """The absolute path of the checkpoint folder; None until a fit has chosen it. May be set before a fit."""
         return self._files.folder or None
 
     @dirpath.setter
@@ -230,9 +230,9 @@ class CheckpointKeeper(Checkpoint):
         return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """Save the current step on all ranks when the signal ``name`` ends the fit, unless it is already saved.
+        """Save the current step on all ranks when the signal ``name`` ends the fit, unless the step is already saved.
 
-        Only one file is written, because time may be short. If the run keeps a ``last`` file, that one is written.
+        Only one file is written, because time may be short. If the run keeps a ``last`` file, that file is written.
         Otherwise, without a monitor, the new file replaces the previous one as usual; with a monitor, the new file is
         not ranked, and it is deleted once the resumed run has saved again.
         """

@@ -273,7 +273,7 @@ _LOWER = (
 
 
 def value_of_all(values: list[Tensor]) -> Tensor:
-    """Return the metric's value that all processes use: their common value, or the mean if their values differ."""
+    """Return the value of a metric for all processes: their common value, or the mean if their values differ."""
     if all(value == values[0] for value in values):
         return values[0]
     return torch.stack(values).double().mean().to(values[0].dtype)

@@ -172,7 +172,7 @@ class _ProcessCollector:
     def hold(self, on: bool) -> None:
         """If ``on``, raise the thresholds so that Python collects only as a last resort.
 
-        If not, restore the thresholds once no fit needs the raised ones.
+        Otherwise, restore the thresholds once no fit needs the raised ones.
         """
         with self.lock:
             if on and not self.holders:

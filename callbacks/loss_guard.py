@@ -51,10 +51,10 @@ class LossGuard(Callback):
 
     ``"raise"`` stops the run with an error.
 
-    *Cost.* The loss is read before the backward pass starts. On an accelerator, the host waits there for the forward
-    pass, but not for the backward pass or the step, which still run while the next batch is prepared. Buffers that
-    change during training are copied in each step. With several processes, two numbers per batch are averaged across
-    processes on the CPU.
+    *Cost.* The loss is read before the backward pass starts. On an accelerator, the host waits at that point for the
+    forward pass, but not for the backward pass or the step, which still run while the next batch is prepared. Buffers
+    that change during training are copied in each step. With several processes, two numbers per batch are averaged
+    across processes on the CPU.
 
     Manual optimization, ``training_step(dataloader_iter)`` and strategies that run a step in micro-batches are not
     supported.

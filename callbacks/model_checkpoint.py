@@ -41,8 +41,9 @@ class ModelCheckpoint(CheckpointKeeper):
     weights. The ranked file is therefore written after the next validation, with the metric of the weights that it
     contains. Only ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
 
-    *Deletion.* A file is deleted only after its successor is safely on disk, and only if it is in ``dirpath``, this run
-    wrote it (possibly before a resume, because each file records its run), and the run was not resumed from it.
+    *Deletion.* A file is deleted only after its successor is safely on disk. In addition, the file must be in
+    ``dirpath``, this run must have written it (possibly before a resume, because each file records its run), and the
+    run must not have been resumed from it.
 
     *Background saves.* Only one write runs at a time, and the next save waits for it. If a write fails, its error is
     raised by the next save, or when the fit ends. With one process and an interval in steps or time (or

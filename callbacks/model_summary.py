@@ -65,7 +65,7 @@ class ModelSummary(Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """:class:`ModelSummary` under the name of Lightning's colored summary; it prints the same table."""
+    """Lightning's name for its colored summary. This class prints the same table as :class:`ModelSummary`."""
 
 
 @dataclass
@@ -74,9 +74,9 @@ class Layer:
 
     Attributes:
         name: the layer's path in the module.
-        type: the name of its class.
-        parameters: number of its parameters, each counted once; uninitialized ones count as 0.
-        lazy: whether some of its parameters have no shape yet.
+        type: the name of the layer's class.
+        parameters: number of the layer's parameters, each counted once; uninitialized ones count as 0.
+        lazy: whether some of the layer's parameters have no shape yet.
         training: whether the layer is in train mode; None in the row of the module's own parameters.
         in_size: shapes of the inputs, or "?".
         out_size: shapes of the outputs, or "?".

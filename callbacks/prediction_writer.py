@@ -71,7 +71,7 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Store what ``predict_step`` returned for one batch. The prediction is still on its device.
+        """Store what ``predict_step`` returned for one batch. The prediction is still on the device.
 
         ``batch_indices`` are the dataset indices of the batch's samples, or None if the loader has no batch sampler.
         """

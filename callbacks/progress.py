@@ -219,7 +219,7 @@ class Bar:
 
     @property
     def speed_text(self) -> str:
-        """The speed, such as ``"10.2 it/s"``, or ``"12.5 s/it"`` if it is below one batch per second."""
+        """The speed, such as ``"10.2 it/s"``, or ``"12.5 s/it"`` if the speed is below one batch per second."""
         speed = self.speed
         if speed is None:
             return "-- it/s"

@@ -37,7 +37,7 @@ _MOST_TRACEBACK = 20000
 
 
 class RunReport(Callback):
-    """Record a run and write a report page when it ends, however it ends.
+    """Record a run, and write a report page when the run ends, even if it ends with an exception.
 
     ``run_report.jsonl`` grows during the run. When the run ends, this record becomes ``run_report.html``, a single
     self-contained file. If the process is killed (``kill -9``, out of memory), the record remains, and

@@ -1,4 +1,4 @@
-"""Callback for stochastic weight averaging: it averages the last epochs' weights and anneals their learning rates."""
+"""Callback for stochastic weight averaging: it averages the last epochs' weights and anneals the learning rate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class StochasticWeightAveraging(Callback):
     the trained weights.
 
     Args:
-        swa_lrs: the learning rate to anneal to: one for all parameter groups, or a list with one for each.
+        swa_lrs: the learning rate to anneal to: one number for all parameter groups, or a list with one number for
+            each.
         swa_epoch_start: first epoch whose weights are averaged, counted from 1. A float is a fraction of ``max_epochs``
             (0.8 of 10 epochs is the 8th).
         annealing_epochs: number of epochs over which the learning rate changes to ``swa_lrs``; 0 changes it

@@ -167,7 +167,8 @@ class ThroughputMonitor(Callback):
     ``mfu`` is logged too: the fraction of the device's dense peak in the run's dtype.
 
     Args:
-        batch_size_fn: returns the number of samples in a batch; None uses the first dimension of its first tensor.
+        batch_size_fn: returns the number of samples in a batch; None uses the first dimension of the batch's first
+            tensor.
         length_fn: returns the number of items (tokens, pixels) in a batch; None logs no items.
         window_size: number of batches to average over.
         separator: text between the parts of a name.

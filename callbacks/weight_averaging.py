@@ -258,13 +258,13 @@ class WeightAveraging(Callback):
         device: device of the average; None means the device of the weights. ``"cpu"`` saves GPU memory, but each update
             then copies the weights and waits for the device.
         use_buffers: also average floating-point buffers (BatchNorm statistics). If False, the module's current buffers
-            are used; ``torch.optim.swa_utils.update_bn`` re-estimates them.
+            are used; ``torch.optim.swa_utils.update_bn`` can re-estimate them.
         **kwargs: ``avg_fn(average, current, n_averaged)`` or ``multi_avg_fn(averages, currents, n_averaged)``, as in
             ``torch.optim.swa_utils.AveragedModel``. If neither is passed, all updates have equal weight.
 
     Raises:
         TypeError: for any other keyword, or a ``device`` of the wrong type.
-        ValueError: if both functions are passed, or for an unknown device.
+        ValueError: if both averaging functions are passed, or for an unknown device.
     """
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:

@@ -103,7 +103,7 @@ class WholeStep:
         self.window_end = self.compiled("window_end", lambda *args: self.trace_update(*args))
 
     def compiled(self, name: str, function: Any, **more: Any) -> Callable[..., Any]:
-        """Compile a function under a unique name, because torch caches code and the shapes that it has seen by name."""
+        """Compile a function under a unique name, because torch's caches of code and shapes are keyed by name."""
         function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
         return by_strategy(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
@@ -136,7 +136,7 @@ class WholeStep:
 
         Args:
             batch: the batch, on its device.
-            batch_idx: its index in the epoch.
+            batch_idx: the batch's index in the epoch.
             by_items: whether ``num_items`` is expected.
             before: the number of items in the window's earlier micro-batches as a float64 tensor of shape (), or None.
             complete: whether this is the window's last micro-batch.

@@ -141,7 +141,7 @@ class DataSource:
 
     @property
     def last_share(self) -> float:
-        """Weight of the last training batch's loss on this rank, because ranks may have different numbers of samples.
+        """Weight of the loss of the epoch's last batch on this rank, which depends on the rank's number of samples.
 
         If the loader has no length, the weight is valid only while ``state.is_last_batch`` is True.
         """
@@ -345,6 +345,6 @@ class DataSource:
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:
-        """Return True if one batch is fetched ahead, to overlap its copy with compute or to detect the last one."""
+        """Return True if one batch is fetched ahead, to overlap its copy with compute or to detect the last batch."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
         return kind_of(self.run.strategy.device).overlaps_copies() or unknown

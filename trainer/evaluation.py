@@ -37,7 +37,8 @@ FETCHES = {
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    With ``keep_predictions``, it collects the outputs of ``predict_step``; ``gather`` adds those of other ranks.
+    With ``keep_predictions``, the loop collects the outputs of ``predict_step``; with ``gather``, it also collects the
+    outputs of the other ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -274,7 +275,7 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """Return pairs of a batch and a flag, which is False if the batch is run only so that other ranks can run."""
+        """Return pairs of a batch and a flag, which is False if the batch is run only because other ranks have one."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)

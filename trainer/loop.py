@@ -330,7 +330,8 @@ class FitLoop:
     def position_in_data(self) -> dict[str, Any]:
         """Return this rank's position in the data for a checkpoint.
 
-        If the next batch has already been prefetched, the position is before that batch, so a resumed run fetches it.
+        If the next batch has already been prefetched, the position is before that batch, and a resumed run fetches it
+        again.
         """
         if self.resumed is not None:
             return self.resumed.position_in_data()
@@ -349,8 +350,8 @@ class FitLoop:
 
         After a resume, do only the work that the saved run had not done yet.
 
-        ``reason`` is why the run stops after this batch; empty if it does not stop. Return ``reason``, or a new reason
-        from validation.
+        ``reason`` is why the run stops after this batch; an empty string if it does not stop. Return ``reason``, or a
+        new reason from validation.
         """
         state, validation, schedules = self.state, self.validation, self.schedules
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):

@@ -209,7 +209,7 @@ class MetricStore:
     def muted(self, module: nn.Module) -> Iterator[None]:
         """Context manager that discards logged values and updates of the module's torchmetrics.
 
-        It is used for a batch that a process runs only because the other processes run one. Names that are first logged
+        Used for a batch that a process runs only because the other processes run one. Names that are first logged
         inside the context stay known, so that all processes have the same names.
         """
         table, known, forget = self.records, set(self.records), self.remember_all(module)
@@ -552,7 +552,7 @@ def _stacked(values: Iterable[Tensor]) -> Tensor:
 
 
 class _HostCopy:
-    """A transfer of scalar values to the host, which starts immediately and is read once it is complete."""
+    """A transfer of scalar values to the host. It starts immediately; the values are read once it is complete."""
 
     def __init__(self, values: dict[str, Any], step: int = 0, epoch: int | None = 0) -> None:
         self.step, self.epoch = step, epoch

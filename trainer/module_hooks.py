@@ -182,7 +182,7 @@ class ModuleHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device and return it. Override it for batch types that Paceline does not support."""
+        """Move a batch to the device and return it. Override this hook for batch types that are not supported."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -276,7 +276,10 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Restore the loader's state; return True if it includes the position, in which case none are skipped."""
+        """Restore the loader's state; return True if that state includes the loader's position.
+
+        If it does, the batches before the position do not have to be skipped.
+        """
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

@@ -53,7 +53,7 @@ class Run:
     Args:
         trainer: the Trainer, whose arguments apply.
         request: the call to carry out; None before the first run.
-        before: the previous run, whose module, counters and optimizers this one takes over.
+        before: the previous run, whose module, counters and optimizers this run takes over.
 
     Attributes:
         state: the Trainer's counters, which the next run takes over.

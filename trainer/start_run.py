@@ -342,7 +342,7 @@ def misspelled(module: TrainingModule, name: str) -> str:
 
 
 def prepare_data(run: Run) -> None:
-    """Call ``prepare_data`` on one process per node, or on a single process."""
+    """Call each ``prepare_data`` hook on one process per node or, if the hook's owner requests it, on rank 0 only."""
     for per_node, hook in run.hooks.prepare_data:
         if (run.strategy.local_rank if per_node else run.strategy.global_rank) == 0:
             hook()

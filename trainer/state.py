@@ -36,7 +36,7 @@ class RunState:
         batches: batches trained on, across all epochs.
         settled: ``batches``, not counting batches whose gradients still wait for the optimizer step.
         window: micro-batches whose gradients wait for the next optimizer step.
-        batch_idx: index of the current training batch in its epoch (0-based); -1 before the first.
+        batch_idx: index of the current training batch in its epoch (0-based); -1 before the first batch.
         next_batch: index of the epoch's first batch that has not been trained on; equal to ``batch_idx`` if the current
             batch's step failed.
         pending: the work that a resumed run has to do before the next batch.

@@ -453,7 +453,7 @@ class Trainer:
             filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder if the strategy writes sharded
                 checkpoints.
             weights_only: leave out optimizers, callbacks and RNG states; a run cannot resume from such a file.
-            storage_options: passed to a custom CheckpointIO; must be None if there is none.
+            storage_options: passed to a custom CheckpointIO; must be None without a custom CheckpointIO.
 
         Raises:
             AttributeError: no module is attached yet.
