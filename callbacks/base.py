@@ -1,11 +1,11 @@
 """The callback hooks: when and on which ranks each one is called, what it may do, and in which order they run.
 
 ``FIT_PSEUDO_CODE`` shows the order of the hooks in a fit. It is valid Python: a test executes it and compares the order
-of the calls with that of real fits, so the code cannot drift from the implementation. Each line calls a hook on every
-object that defines the hook: first on the callbacks, in the order of ``trainer.callbacks``, then on the module. For
-``setup``, ``teardown`` and ``prepare_data``, the ``DataModule`` comes before the callbacks. There is one exception:
-callbacks that monitor metrics (``ModelCheckpoint``, ``EarlyStopping``) run ``on_train_epoch_end`` after the module, so
-that they see the values that the module logs in its own ``on_train_epoch_end``.
+of its calls with the order in real fits, so that the pseudo-code cannot drift from the implementation. Each line calls
+a hook on every object that defines the hook: first on the callbacks, in the order of ``trainer.callbacks``, then on the
+module. For ``setup``, ``teardown`` and ``prepare_data``, the ``DataModule`` comes before the callbacks. There is one
+exception: callbacks that monitor metrics (``ModelCheckpoint``, ``EarlyStopping``) run ``on_train_epoch_end`` after the
+module, so that they see the values that the module logs in its own ``on_train_epoch_end``.
 
 When batches are prefetched (on a GPU, or when a loader has no length), the three transfer hooks run one batch ahead.
 """
@@ -128,7 +128,7 @@ class Callback:
     skips_together: bool = False
     """Whether this callback's :meth:`around_training_step` checks each loss and skips a batch on all ranks or none.
 
-    If so, ``training_step`` may return None on some ranks, and no other check warns about a loss that is not finite.
+    If True, ``training_step`` may return None on some ranks, and no other check warns about a loss that is not finite.
     """
 
     runs_in_trials: bool = False
@@ -217,10 +217,9 @@ class Callback:
         """
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the first epoch of a fit. When a fit resumes, the counters have already been restored.
+        """Called before the first epoch of a fit. A resume has already restored the counters and the optimizers.
 
-        The hook may log values and may change the optimizers. When a fit resumes, the optimizers have also been
-        restored already.
+        The hook may log values and may change the optimizers.
         """
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:

@@ -397,7 +397,7 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
-        """Call :meth:`_save_checkpoint` for each file. Used if that or ``Trainer.save_checkpoint`` is overridden."""
+        """Call :meth:`_save_checkpoint` for each file, because it or ``Trainer.save_checkpoint`` is overridden."""
         for path in paths:
             self._save_checkpoint(trainer, path)
         if trainer.is_global_zero:

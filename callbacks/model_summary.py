@@ -284,7 +284,7 @@ def _as_it_is(module: nn.Module, inputs: Any) -> None:
 
 
 def _as_trained(trainer: Trainer) -> Callable[[nn.Module, Any], None]:
-    """Return a function that runs the forward pass as in training, with the trainer's devices, dtypes and precision."""
+    """Return a function that runs the forward pass with the trainer's devices, dtypes and precision."""
 
     def run(module: nn.Module, inputs: Any) -> None:
         move = trainer.strategy.batch_mover()
