@@ -313,7 +313,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """A step for a rank that may have no samples in the epoch's last batch; if so, it discards that batch's values."""
+    """A step for a rank that may have no samples in the epoch's last batch; an empty batch's values are discarded."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
@@ -329,7 +329,7 @@ class EmptyLastStep(ManualStep):
 
 
 def without_last_items(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that it reports no items for the epoch's last batch."""
+    """Wrap ``forward`` for an :class:`EmptyLastStep`, so that no items are reported for the epoch's last batch."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)
@@ -340,7 +340,7 @@ def without_last_items(run: Run, forward: Callable[..., Any]) -> Callable[..., A
 
 
 class IteratorStep(ManualStep):
-    """A step for ``training_step(dataloader_iter)``; it passes the iterator on and checks that it was used."""
+    """A step for ``training_step(dataloader_iter)`` that passes the iterator on and checks that the module used it."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step = step
@@ -351,7 +351,7 @@ class IteratorStep(ManualStep):
         if batch.taken == taken:
             raise RuntimeError(
                 "training_step(dataloader_iter) returned without calling next(dataloader_iter), so training would "
-                "never advance. Call it once: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+                "never advance. Fetch one batch: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
             )
         self.step.state.is_last_batch |= batch.exhausted
         return outputs

@@ -366,7 +366,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"callbacks": [EarlyStopping("loss"), EarlyStopping("loss")]},
         ValueError,
-        ("the same key", "EarlyStopping", "overwrite the other", "Remove one, or give one its own key with a subclass"),
+        ("the same key", "EarlyStopping", "overwrite the other", "give one a different key with a subclass"),
     ),
 ]
 
