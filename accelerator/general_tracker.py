@@ -42,9 +42,9 @@ def on_main_process(function: F) -> F:
 class GeneralTracker:
     """Base class for your own tracker. Pass the class or an instance as ``log_with``.
 
-    A class is called with the project's name, the logging directory if ``requires_logging_directory`` is True, and its
-    ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined the process
-    group yet.
+    A class that you pass is called with the project's name, the logging directory if ``requires_logging_directory`` is
+    True, and its ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined
+    the process group yet.
 
     Attributes:
         name: the tracker's name in ``get_tracker``, ``init_kwargs`` and ``log_kwargs``.

@@ -228,7 +228,7 @@ class ProfileKwargs(KwargsHandler):
 
     @contextmanager
     def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
-        """Context manager that yields the running profiler. With a schedule, call its ``step()`` after each batch.
+        """Context manager that yields the running profiler. If it has a schedule, call ``step()`` after each batch.
 
         With ``output_trace_dir``, every process writes ``profile_<rank>.json`` to that folder (repeated schedules also
         write ``profile_<rank>_1.json``, ...), and all processes wait until the traces are written.
@@ -313,7 +313,8 @@ class TERecipeKwargs(KwargsHandler):
         interval: number of steps between updates of the scales; must be 1 in TransformerEngine 1.12 and newer.
         fp8_format: ``"HYBRID"`` (E5M2 for gradients, E4M3 for everything else) or ``"E4M3"`` (for everything).
         amax_history_len: number of steps whose largest values determine a scale.
-        amax_compute_algo: which of these values determines the scale: ``"most_recent"`` or ``"max"``.
+        amax_compute_algo: which of the largest values of these steps determines the scale: ``"most_recent"`` or
+            ``"max"``.
         override_linear_precision: which products of a linear layer (forward, gradients of inputs, gradients of weights)
             are not computed in 8 bits; not available in TransformerEngine 1.12 and newer.
         use_mxfp8_block_scaling: not supported.

@@ -60,7 +60,7 @@ def _refuse_others(operation: str, data: Any) -> None:
 
 
 def _joined_ragged(own: list[Tensor], found: list[Any], strategy: Strategy, group: Any) -> list[Tensor]:
-    """Pad to the largest number of rows, gather, and remove the padding."""
+    """Pad each tensor to the largest number of rows on any process, gather it, and remove the padding."""
     like = [(shape[1:], dtype) for shape, dtype in found[0]]
     if any([(shape[1:], dtype) for shape, dtype in entry] != like for entry in found):
         raise DistributedOperationException(_said("gather", found, "their first dimension")) from None
@@ -117,7 +117,7 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy: Strategy) -> Any:
-    """Keep the first ``counting`` of ``own`` rows, because the other rows repeat another process's samples."""
+    """Keep the first ``counting`` of this process's ``own`` rows; the others repeat another process's samples."""
     whole: list[str] = []
 
     def cut(value: Any) -> Any:

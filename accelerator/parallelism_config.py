@@ -259,7 +259,7 @@ class ParallelismConfig:
 
 
 def check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor]) -> None:
-    """Raise a ValueError if these arguments of ``maybe_context_parallel`` are not valid."""
+    """Raise a ValueError if ``maybe_context_parallel`` cannot accept these arguments."""
     known = {id(buffer) for buffer in buffers}
     if len(buffers) != len(dims):
         problem = (

@@ -178,7 +178,7 @@ def _check_handlers(handlers: Handlers, word: str | None) -> None:
 
 
 def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:
-    """Return DeepSpeed's own 16-bit mode, or None if none is enabled. Raise an error if ``word`` contradicts it."""
+    """Return DeepSpeed's own 16-bit mode, or None if none is enabled. Raise an error if ``word`` contradicts that."""
     config = plugin.read()
     found = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
     if found is None:

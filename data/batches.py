@@ -288,7 +288,7 @@ def _sizes(value: Any, seen: set[int], scalars: bool = True) -> Iterator[int]:
 
 
 def _own_size(value: Any) -> int | None:
-    """Return the batch size that an object has as an attribute; None if it has none."""
+    """Return the value of an object's batch size attribute, or None if there is no such attribute."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     if isinstance(value, (str, bytes, tuple, list)) or type(value) is dict:

@@ -135,12 +135,12 @@ def start(
 
     Args:
         function: the function that each process calls; it reads its rank from torchrun's variables.
-        args: the function's arguments. Each process gets its own copy, including of tensors.
+        args: the function's arguments. Each process gets its own copies, even of tensors.
         num_processes: number of processes on this machine.
         start_method: ``"fork"`` copies this process; other methods start fresh processes and pickle the arguments.
         devices_kind: the same as for :func:`rerun`.
         numa: the same as for :func:`rerun`.
-        place: the rendezvous point of several machines, each of which must call this; None if there is only one
+        place: the rendezvous point of several machines, each of which must call ``start``; None if there is only one
             machine. On machines without rank 0, None is returned.
 
     Raises:
@@ -215,7 +215,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """Return the signal that ended the processes; None unless it is one that users or schedulers send."""
+    """Return the signal that ended the processes if it is one that users or schedulers send; None otherwise."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
@@ -358,7 +358,7 @@ def _run(job: _Job) -> None:
 
 
 def _load_work(file: Path) -> _Work:
-    """Load this process's work, which imports the functions and classes that the work uses."""
+    """Load this process's work; loading imports the functions and classes that the work uses."""
     try:
         return _load(file, None)
     except (ImportError, AttributeError) as error:
@@ -406,7 +406,7 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """Restore the default signal handlers, because a fork copies torch elastic's, which only the launcher needs."""
+    """Restore the default signal handlers, because a fork copies torch elastic's handlers, meant for the launcher."""
     for name in SIGNALS:
         if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)

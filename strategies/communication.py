@@ -19,7 +19,7 @@ ReduceOp = Literal["mean", "sum", "min", "max"]
 
 
 class UnlikeTensorsError(ValueError):
-    """Raised if processes pass tensors of different shapes or dtypes to a collective; ``found`` lists them by rank."""
+    """Raised if processes pass different shapes or dtypes to a collective; ``found`` lists each rank's tensors."""
 
     def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -48,7 +48,7 @@ class Communication:
         return None
 
     def told_at_start(self) -> str:
-        """Return the startup message about the processes; empty for a single process, or if already printed."""
+        """Return the startup message about the processes; empty for a single process, or if it was already printed."""
         return ""
 
     @property
@@ -163,7 +163,7 @@ class Communication:
         return objects[0]
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
-        """Wait until all processes have called this; if one process does not, the error shows ``name``."""
+        """Wait until all processes have called this method; if a process does not call it, the error shows ``name``."""
 
     def compute_metric(self, metric: Any) -> Any:
         """Return the value of a torchmetrics ``Metric`` across all processes; every process must call this."""
@@ -182,7 +182,7 @@ class Communication:
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Return True if all processes pass the same text. If one does not call this, the error shows ``place``."""
+        """Return True if all processes pass the same text. If a process does not call it, the error shows ``place``."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:

@@ -17,7 +17,7 @@ class LateParameters:
         self._watched: dict[nn.Parameter, Any] = {}
 
     def __reduce__(self) -> Any:
-        """Copy without the parameters, whose hooks belong to this process and run."""
+        """Copy this object without the parameters, because their hooks belong to this process and this run."""
         return LateParameters, ()
 
     def watch(self, parameters: Iterable[nn.Parameter], then: Callable[[nn.Parameter], None]) -> list[nn.Parameter]:

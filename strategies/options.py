@@ -95,7 +95,7 @@ class Options:
         return found | dict(mesh)
 
     def refuse(self, strategy: str) -> None:
-        """Raise if there are any options, because this strategy does not accept them."""
+        """Raise an error if there are any options, because this strategy does not accept them."""
         if self.given:
             raise ValueError(
                 f"{self.given} cannot be combined with strategy {strategy}. Pass these arguments to a Strategy object, "
@@ -103,7 +103,7 @@ class Options:
             )
 
     def check_size(self, num_processes: int) -> None:
-        """Raise if the product of the mesh's sizes does not equal the number of processes."""
+        """Raise an error if the product of the mesh's sizes does not equal the number of processes."""
         if self.mesh is not None and self.size != num_processes:
             raise ValueError(
                 f"{self.written['mesh']} needs {self.size} processes, but this run has {num_processes}. Change one of "

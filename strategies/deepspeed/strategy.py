@@ -488,8 +488,8 @@ class DeepSpeedStrategy(DistributedStrategy):
 class _Root(nn.Module):
     """The module that DeepSpeed's engine wraps. Its forward runs a step of the user's module.
 
-    Batches and results bypass forward's arguments, because DeepSpeed only supports tensors, lists and dicts as
-    arguments.
+    Batches and results are not passed as forward's arguments and return value, because DeepSpeed supports only tensors,
+    lists and dicts there.
     """
 
     def __init__(self, inner: nn.Module) -> None:

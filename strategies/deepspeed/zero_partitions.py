@@ -84,7 +84,7 @@ def gradients(zero: Any) -> list[Tensor]:
 
 
 def begin_backward(zero: Any, gradients_are_final: bool) -> list[Tensor]:
-    """Prepare for a backward pass; return the gradients of earlier ones that it would replace, to be added afterwards.
+    """Prepare for a backward pass; return earlier gradients that the pass would replace and that are added back later.
 
     ``gradients_are_final`` says whether a backward pass since the last step has completed the gradients.
     """
@@ -99,7 +99,7 @@ def begin_backward(zero: Any, gradients_are_final: bool) -> list[Tensor]:
 
 
 def _keep_offloaded(zero: Any) -> None:
-    """Copy the gradients of a window's only backward pass to where DeepSpeed adds those of the next one to them."""
+    """Copy the gradients of a window's first backward pass to the buffer to which DeepSpeed adds later gradients."""
     for params, flat in zip(zero.params_in_partition, zero.single_partition_of_fp32_groups, strict=True):
         for parameter in params:
             key = zero.get_param_id(parameter)

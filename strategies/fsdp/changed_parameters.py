@@ -16,7 +16,7 @@ STEPS = 4
 
 
 class ChangedParameters:
-    """Keeps changes that a step makes to gathered parameters, and raises if values would be lost.
+    """Keeps changes that a step makes to gathered parameters, and raises an error if values would be lost.
 
     Args:
         sharded: entries of ``fsdp_parameters``.
@@ -51,7 +51,7 @@ class ChangedParameters:
                 mine.copy_(own)
 
     def find_lost(self) -> None:
-        """Raise if ``parameter.data = ...`` has set values that torch does not read.
+        """Raise an error if ``parameter.data = ...`` has set values that torch does not read.
 
         Raises:
             RuntimeError: torch still uses the earlier values.
@@ -63,7 +63,7 @@ class ChangedParameters:
                 raise RuntimeError(_lost(self.names[index]))
 
     def find_lost_in_step(self) -> None:
-        """Raise if a step has changed gathered parameters through ``.data``; only in the first :data:`STEPS` steps."""
+        """In the first :data:`STEPS` steps, raise an error if a step changes gathered parameters through ``.data``."""
         self.steps_left -= 1
         for index, one in enumerate(self.sharded):
             full, is_gathered = gathered_parameter(one)

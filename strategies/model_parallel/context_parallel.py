@@ -33,7 +33,8 @@ class SplitSequences:
 
     Args:
         mesh: a 1-D mesh; sequences are split across its processes.
-        dims: the sequence dimension of the batch's tensors; with a mapping, tensors that are not in it are not split.
+        dims: the sequence dimension of the batch's tensors, either one number for all tensors, or a mapping; tensors
+            that the mapping does not name are not split.
 
     Attributes:
         attention: context manager in which attention covers all parts. Backward passes that run forward passes again

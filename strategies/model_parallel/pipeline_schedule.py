@@ -109,7 +109,7 @@ class MicrobatchSchedule:
     When it is created, it finds the forms of the tensors that are sent between stages. Each stage runs the first
     micro-batch up to the next stage's first block, with zeros in place of the values from earlier stages, and sends the
     forms of that block's arguments to the next stage. ``passages`` contains the results of an earlier schedule for
-    micro-batches of this form; None if there was none.
+    micro-batches of this form; None if there was no earlier schedule.
     """
 
     def __init__(

@@ -53,9 +53,9 @@ class Passage:
 
     Attributes:
         wanted: indices of the arguments of the stage's first block that the stage must receive.
-        inputs: the forms of these arguments.
+        inputs: the forms of the arguments that the stage receives.
         sent: indices of the arguments of the next stage's first block that this stage sends.
-        outputs: the forms of these arguments.
+        outputs: the forms of the arguments that the stage sends.
         skipped: the results of each block before the stage, as fake tensors.
         carried: the stage's blocks that get tensors computed before the stage's first block; None if not known yet.
     """

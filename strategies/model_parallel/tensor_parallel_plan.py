@@ -69,7 +69,7 @@ class Attention:
     norms: list[str] = field(default_factory=list)
 
     def check(self, size: int, kind: str) -> None:
-        """Raise if the number of heads is not divisible by the number of processes."""
+        """Raise an error if the number of heads is not divisible by the number of processes."""
         for count, what in ((self.heads, "heads"), (self.key_heads, "key and value heads")):
             if count % size:
                 raise ValueError(

@@ -127,7 +127,7 @@ class Precision:
         """Set the device on which to compute. Called once by the strategy."""
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Register the optimizers, or raise if this precision does not work with one of them."""
+        """Register the optimizers, or raise an error if this precision does not work with one of them."""
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
         """Return the module, the optimizers and the schedulers that a run uses.
