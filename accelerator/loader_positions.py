@@ -102,8 +102,8 @@ class LoadedPosition:
             self.leave()
         messages.warn(
             f"skip_first_batches(loader, {skip}) was called after accelerator.load_state, which had moved the loader "
-            f"to batch {done} of epoch {self.position['epoch']}, so {what}. Delete the call to continue after batch "
-            f"{done}."
+            f"to batch {done} of epoch {self.position['epoch']}, so {what}. To continue after batch {done}, delete the "
+            "call of skip_first_batches."
         )
 
 

@@ -678,8 +678,8 @@ def _part(loader: Any, strategy: Strategy, config: DataLoaderConfiguration, even
     if config.split_batches and (not size or size % world):
         raise ValueError(
             f"split_batches=True splits each batch into {world} equal parts, so batch_size must be divisible by "
-            f"{world}, but it is {size}. Change batch_size, or leave out split_batches so that every process gets "
-            "full batches."
+            f"{world}, but batch_size is {size}. Change batch_size, or leave out split_batches so that every process "
+            "gets full batches."
         )
     if config.dispatch_batches:
         return Dispatched(loader, strategy, config.split_batches)

@@ -346,7 +346,7 @@ def migrated(model: nn.Module) -> nn.Module:
     elif isinstance(model, DistributedDataParallel):
         messages.warn_once(
             "accelerator.prepare got a model wrapped in DistributedDataParallel and unwrapped it, because prepare "
-            "wraps it itself. Pass options such as find_unused_parameters as "
+            "itself wraps models. Pass options such as find_unused_parameters as "
             "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)]). Delete the "
             "DistributedDataParallel(...) line."
         )

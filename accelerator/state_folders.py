@@ -149,8 +149,8 @@ class Folders:
             except OSError as error:
                 tell = messages.warn if self.strategy.is_global_zero else messages.info_anywhere
                 tell(
-                    f"{newest} was saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: "
-                    f"{error}. Delete the older folder yourself."
+                    f"{newest} was saved, but the older state {state.parent} (beyond total_limit={limit}) could not be "
+                    f"deleted: {error}. Delete the older state's folder yourself."
                 )
 
 

@@ -173,7 +173,7 @@ def _check_handlers(handlers: Handlers, word: str | None) -> None:
     if handlers.float8 is not None and word != "fp8":
         raise ValueError(
             f"{type(handlers.float8).__name__} has no effect with mixed_precision={word or 'no'!r}. Set "
-            "mixed_precision='fp8', or leave the recipe out."
+            f"mixed_precision='fp8', or leave {type(handlers.float8).__name__} out."
         )
 
 

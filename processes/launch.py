@@ -364,8 +364,8 @@ def _load_work(file: Path) -> _Work:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"A fresh process cannot import a definition that the run uses ({error}). Such a process can import "
-            "definitions at the top level of a .py file in a folder on sys.path, but no definitions under a main "
-            "guard, and none in a test file that pytest loads with --import-mode=importlib. Move the definition to a "
+            "definitions at the top level of a .py file in a folder on sys.path, but not those under a main guard or "
+            "in a test file that pytest loads with --import-mode=importlib. Move the definition to a "
             ".py file that can be imported (pytest's setting `pythonpath` adds folders), or use strategy='ddp_fork', "
             "which forks this process."
         ) from error

@@ -55,7 +55,7 @@ class Strategy(Placement, Communication, State):
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Make this process's device current and join the process group. Called in every process, once per run."""
+        """Make this process's device the current one, and join the process group. Called once per run on each rank."""
         if warning := untried():
             messages.warn_once(warning)
         kind_of(self.device).make_current(self.device)

@@ -408,6 +408,6 @@ def _checked(made: Any, maker: Any) -> Strategy:
     if not isinstance(made, Strategy):
         raise TypeError(
             f"The entry point {getattr(maker, '__qualname__', maker)!r} of group {ENTRY_POINTS!r} returned "
-            f"{messages.a(made)}. It must refer to a subclass of paceline.strategies.Strategy."
+            f"{messages.a(made)}. The entry point must refer to a subclass of paceline.strategies.Strategy."
         )
     return made

@@ -330,8 +330,8 @@ class DDPStrategy(DistributedStrategy):
                     raise RuntimeError(
                         f"{type(module).__name__}.{name} was converted from {old} to {new} after "
                         "DistributedDataParallel had wrapped the model, so its gradients would no longer be averaged. "
-                        "Convert it before training: in __init__ or configure_model (in your own loop, before "
-                        "prepare), or with precision='64-true' or 'bf16-true'."
+                        "Convert the parameter before training: in __init__ or configure_model (in your own loop, "
+                        "before prepare), or with precision='64-true' or 'bf16-true'."
                     )
         known = {*self._reduced, *self._kept_local}
         late = (p for p in module.parameters() if p not in known and p not in self._late)
@@ -361,7 +361,7 @@ class DDPStrategy(DistributedStrategy):
             messages.warn_once(
                 f"{type(module).__name__}: {', '.join(odd[:5])}{' ...' if odd[5:] else ''} "
                 f"{'differ' if odd[1:] else 'differs'} between the ranks, although ddp averages the gradients, so the "
-                "ranks train different models. Usually, a hook has set random weights. Seed it the same way on every "
+                "ranks train different models. Usually, a hook has set random weights. Use the same seed on every "
                 "rank, or copy rank 0's values (torch.distributed.broadcast).",
                 key="differing replicas",
             )

@@ -67,8 +67,8 @@ class ItemWindow:
         first = float(items)
         if not 0 <= first < math.inf:
             raise ValueError(
-                f"{self.said} num_items={first!r}. It must be the number of items that the loss is averaged over, "
-                "which is 0 or more."
+                f"{self.said} num_items={first!r}. num_items must be the number of items that the loss is averaged "
+                "over, which is 0 or more."
             )
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
 

@@ -21,7 +21,7 @@ class LateParameters:
         return LateParameters, ()
 
     def watch(self, parameters: Iterable[nn.Parameter], then: Callable[[nn.Parameter], None]) -> list[nn.Parameter]:
-        """Watch parameters, which may be frozen, until :meth:`forget` is called or ``then``'s owner is gone.
+        """Watch parameters, which may be frozen, until :meth:`forget` is called or the owner of ``then`` is deleted.
 
         Args:
             parameters: the parameters to watch in addition to those that are watched already.

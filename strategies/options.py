@@ -49,8 +49,8 @@ class Options:
             else:
                 why, mend = "DeepSpeed splits the model itself", "Leave one of them out"
             raise ValueError(
-                f"{self.written['deepspeed']} and {other} contradict each other: {why}. {mend} (they may come from "
-                "the settings use_deepspeed, use_fsdp or use_parallelism_config)."
+                f"{self.written['deepspeed']} and {other} contradict each other: {why}. {mend}. These "
+                "arguments may come from the settings use_deepspeed, use_fsdp or use_parallelism_config."
             )
 
     @property

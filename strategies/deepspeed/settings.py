@@ -172,7 +172,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         name = f"The DeepSpeed configuration {os.fspath(config)!r}"
     for key, why in DECIDED.items():
         if found.get(key):
-            raise ValueError(f"{name} has {key!r} ({found[key]!r}), but {why}. Leave it out of the configuration.")
+            raise ValueError(f"{name} has {key!r} ({found[key]!r}), but {why}. Leave {key!r} out of the configuration.")
     for key in ("offload_optimizer", "offload_param"):
         if found.get("zero_optimization", {}).get(key, {}).get("device") == "nvme":
             raise ValueError(

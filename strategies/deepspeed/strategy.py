@@ -223,8 +223,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _refuse_late_gradient(self, parameter: nn.Parameter) -> None:
         raise RuntimeError(
             f"{self._name_of(parameter)} was unfrozen after training began, but DeepSpeed's optimizer contains only "
-            "parameters that were trainable at that time. Unfreeze it before training, or use strategy='fsdp' or "
-            "'ddp'."
+            "parameters that were trainable at that time. Unfreeze the parameter before training, or use "
+            "strategy='fsdp' or 'ddp'."
         )
 
     def teardown(self) -> None:

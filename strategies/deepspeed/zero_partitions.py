@@ -282,7 +282,7 @@ def load_master_weights(
 
 
 def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """Return the module's ``state_dict``, gathering partitioned parameters one at a time; empty if not ``keep``."""
+    """Return the module's ``state_dict``, gathering partitioned parameters one by one; empty if ``keep`` is False."""
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     for name, value in state.items():

@@ -43,8 +43,9 @@ class ChangedParameters:
             self._counts[index] = count or 0
             if not is_gathered or not _is_like_shard(full, one):
                 raise RuntimeError(
-                    f"{self.names[index]} was changed in place during a step, but FSDP discards these values after "
-                    "use, so the change would be lost. Change it in a hook such as on_train_batch_end instead."
+                    f"{self.names[index]} was changed in place during a step, but FSDP discards the gathered values "
+                    "after use, so the change would be lost. Change the parameter in a hook such as on_train_batch_end "
+                    "instead."
                 )
             with torch.no_grad():
                 mine, own = self._mine(one, full)

@@ -420,8 +420,8 @@ class FSDPStrategy(DistributedStrategy):
                     f"The sharded module does not contain {len(foreign)} of the {len(given)} parameters of {kind} "
                     f"(the first one has shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
                     "them, so an optimizer created earlier (in __init__) would train unused tensors. Create the "
-                    "optimizer in configure_optimizers, from self.parameters(). In your own loop, pass it the "
-                    "parameters of a single prepared model."
+                    "optimizer in configure_optimizers, from self.parameters(). In your own loop, create the "
+                    "optimizer from the parameters of a single prepared model."
                 )
         self.precision.setup_optimizers(optimizers)
         if self.precision.scaler is not None and self._has_plain_parameters:

@@ -183,7 +183,7 @@ def check_layers(module: nn.Module) -> None:
             raise NotImplementedError(
                 f"{name or type(part).__name__} has layers ({found}) that need more of a sequence than the part on one "
                 "process. Context parallelism (context_parallel, cp_size) supports full attention only. Use another "
-                "model, or do not split its sequences."
+                "model, or do not split sequences."
             )
 
 

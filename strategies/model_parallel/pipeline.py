@@ -361,7 +361,7 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
         raise ValueError(messages.unknown("pipeline schedule", schedule, SCHEDULES))
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} is not a positive integer. Pass 1 or more, or leave it out.")
+            raise ValueError(f"{name}={value!r} is not a positive integer. Pass 1 or more, or leave {name} out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
             f"virtual_stages={virtual_stages} has no effect, because pipeline_schedule={schedule!r} has one stage per "
