@@ -600,7 +600,7 @@ class Accelerator(AcceleratorProperties):
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write a model's weights to a folder, in several files with an index if they are large.
+        """Write a model's weights to a folder; large models are written as several files with an index.
 
         Every process must call this. Only weights are written: no ``config.json`` and no tokenizer. Each file is
         written atomically, and the index is written last. Afterward, files that an earlier call wrote in the same

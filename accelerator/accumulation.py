@@ -137,7 +137,7 @@ class GradientState:
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The loader's ID and the current batch's number in the pass; zeros if no loader is being read."""
+        """The ID of the current loader and the number of its current batch; zeros if no loader is being read."""
         loader = self.active_dataloader
         return (0, 0) if loader is None else (id(loader), loader.batches_done)
 
@@ -276,7 +276,7 @@ class Window:
         self._factor: float | Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the window's position without object IDs, because they mean nothing in another process."""
+        """Return the window's position without object IDs, which mean nothing in another process."""
         stepped = {0} if self.stepped else set()
         return vars(self) | {"settled": set(), "stepped": stepped, "local": set(), "_outer": [], "_communicates": True}
 
@@ -373,7 +373,7 @@ class Window:
         self.by_items = items
 
     def _at_one_scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, rescaled so that all losses of the window use the fp16 scale of the first one."""
+        """Return the loss, rescaled so that all losses of the window use the fp16 scale of the window's first loss."""
         scale = self._precision.shared_scale(of_next_loss=True)
         if scale is None:
             return loss

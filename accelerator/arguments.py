@@ -39,7 +39,7 @@ class Arguments:
 
     Attributes:
         shards: whether the strategy replaces parameters with shards.
-        clip_norm: maximum gradient norm, to which each optimizer step clips; None means no clipping.
+        clip_norm: maximum gradient norm; each optimizer step clips larger gradients to it. None means no clipping.
     """
 
     settings: Settings

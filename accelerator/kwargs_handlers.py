@@ -314,7 +314,7 @@ class TERecipeKwargs(KwargsHandler):
         interval: number of steps between updates of the scales; must be 1 in TransformerEngine 1.12 and newer.
         fp8_format: ``"HYBRID"`` (E5M2 for gradients, E4M3 for everything else) or ``"E4M3"`` (for everything).
         amax_history_len: number of steps whose largest values determine a scale.
-        amax_compute_algo: which of the largest values of these steps determines the scale: ``"most_recent"`` or
+        amax_compute_algo: which value in this history of largest values determines the scale: ``"most_recent"`` or
             ``"max"``.
         override_linear_precision: which products of a linear layer (forward, gradients of inputs, gradients of weights)
             are not computed in 8 bits; not available in TransformerEngine 1.12 and newer.

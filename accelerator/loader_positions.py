@@ -89,7 +89,7 @@ class LoadedPosition:
 
     @property
     def next_epoch(self) -> int:
-        """Index of the next pass: the saved pass, or the one after it if the saved pass has no batches left."""
+        """Index of the next pass: the saved pass or, if the saved pass has no batches left, the pass after it."""
         return self.position["epoch"] + self.position["last"]
 
     def skipped_to(self, skip: int) -> None:
@@ -103,7 +103,7 @@ class LoadedPosition:
         messages.warn(
             f"skip_first_batches(loader, {skip}) was called after accelerator.load_state, which had moved the loader "
             f"to batch {done} of epoch {self.position['epoch']}, so {what}. To continue after batch {done}, delete the "
-            "call of skip_first_batches."
+            "call to skip_first_batches."
         )
 
 

@@ -81,7 +81,7 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter of the module, or the parameter that setup replaced it with; None for any other tensor."""
+        """Return ``parameter`` if the module has it, or the parameter that setup replaced it with; otherwise None."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))

@@ -1,4 +1,4 @@
-"""Functions for tensors in nested lists, tuples and mappings; none of them communicates."""
+"""Functions for tensors in nested lists, tuples and mappings, without communication between processes."""
 
 from __future__ import annotations
 

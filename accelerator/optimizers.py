@@ -34,7 +34,7 @@ class AcceleratedOptimizer(Optimizer):
     Args:
         strategy: the strategy that runs the steps if the optimizer has no parameters of a prepared model.
         placements: the prepared models whose parameters the optimizer updates.
-        clip_norm: maximum gradient norm, to which each step clips; None means no clipping.
+        clip_norm: maximum gradient norm; each step clips larger gradients to it. None means no clipping.
 
     Attributes:
         placement: the first of ``placements``, or None.

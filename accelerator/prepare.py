@@ -54,7 +54,7 @@ class Prepared:
         shards: whether the strategy replaces parameters with shards.
         compiler: function that takes a module and returns the function that compiles the module's forward, or None if
             the module is not compiled.
-        clip_norm: maximum gradient norm, to which each optimizer step clips; None means no clipping.
+        clip_norm: maximum gradient norm; each optimizer step clips larger gradients to it. None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
         optimizers: the optimizers that saved states contain.

@@ -29,7 +29,7 @@ _NAMES: dict[str, Literal["16-mixed", "bf16-mixed"]] = {"fp16": "16-mixed", "bf1
 
 @dataclass(frozen=True)
 class Choice:
-    """The arguments of an Accelerator that determine its Strategy; ``settings`` fill in None values.
+    """The arguments of an Accelerator that determine its Strategy; ``settings`` replace values that are None.
 
     Attributes:
         deepspeed_plugin: a plugin, or a dict that contains one.

@@ -406,7 +406,7 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """Restore the default signal handlers, because a fork copies torch elastic's handlers, meant for the launcher."""
+    """Restore the default signal handlers; a fork copies torch elastic's handlers, which only the launcher needs."""
     for name in SIGNALS:
         if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)

@@ -90,7 +90,7 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """Return the gloo group with this timeout, and the process group's hang watch.
+    """Return the gloo group with the given timeout, and the process group's hang watch.
 
     Every rank creates both in its first run.
     """

@@ -19,7 +19,7 @@ ReduceOp = Literal["mean", "sum", "min", "max"]
 
 
 class UnlikeTensorsError(ValueError):
-    """Raised if processes pass different shapes or dtypes to a collective; ``found`` lists each rank's tensors."""
+    """Raised if processes pass different shapes or dtypes to a collective; ``found`` lists what each rank passed."""
 
     def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -182,7 +182,7 @@ class Communication:
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Return True if all processes pass the same text. If a process does not call it, the error shows ``place``."""
+        """Return True if all ranks pass the same text. If a rank does not call this, the error shows ``place``."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:

@@ -197,7 +197,7 @@ class DistributedStrategy(Strategy):
         )
 
     def same_model(self, module: nn.Module) -> None:
-        """If the ranks built different models, raise an error on every rank that shows the first difference."""
+        """If the ranks built different models, raise an error on every rank; the message shows the first difference."""
         owner, named = type(module).__name__, list(module.named_parameters())
         if not self.holds_whole_module and quantized_layers(module):
             raise RuntimeError(
@@ -484,7 +484,7 @@ class DistributedStrategy(Strategy):
 
 
 def check_backend(backend: str | None, kind: str, written: str) -> None:
-    """Raise an error, which quotes ``written`` (the user's setting), if the backend is NCCL without CUDA devices."""
+    """Raise an error that quotes ``written``, the user's setting, if the backend is NCCL and the device is not CUDA."""
     if backend == "nccl" and kind != "cuda":
         raise ValueError(
             f"{written}: NCCL only works with CUDA devices, but this run is on {kind!r}. Leave the backend out; the "

@@ -406,8 +406,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         for one, was, now in zip(self._trained, before, counts, strict=True):
             if now != was and now[1] == was[1] and self._pieces[id(one)].numel:
                 raise RuntimeError(
-                    f"{self._name_of(one)} was changed in place, but DeepSpeed's stage 3 keeps its values elsewhere, "
-                    "so the change would be lost. Change it outside training_step within `with "
+                    f"{self._name_of(one)} was changed in place, but DeepSpeed's stage 3 keeps the parameter's values "
+                    "elsewhere, so the change would be lost. Change the parameter outside training_step, within `with "
                     "deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, or use stage=2."
                 )
 

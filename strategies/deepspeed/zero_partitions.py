@@ -122,7 +122,7 @@ def complete_backward(zero: Any, earlier: list[Tensor]) -> None:
 
 
 def clear_gradients(zero: Any) -> None:
-    """Discard all gradients, also those that the next backward pass may not replace."""
+    """Discard all gradients, including those that the next backward pass might not replace."""
     zero.zero_grad()
     if splits(zero):
         kept = [zero.grad_partitions_flat_buffer]

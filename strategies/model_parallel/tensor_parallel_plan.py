@@ -258,7 +258,7 @@ def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -
 def _heads(
     name: str, owner: nn.Module, projections: tuple[str, str, str], layers: dict[str, nn.Module]
 ) -> Attention | None:
-    """Describe a module as an attention layer, with head counts from its attributes; None if they do not match."""
+    """Describe a module as an attention layer, with head counts from its attributes; None if they do not fit."""
     width, key_width = (_outputs(layers[key]) for key in projections[:2])
     heads_name = _attribute(owner, HEADS)
     if heads_name is not None:
