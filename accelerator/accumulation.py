@@ -159,7 +159,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the ``GradientAccumulationPlugin`` that differ from their defaults, by name."""
+        """A dict of the ``GradientAccumulationPlugin`` fields that differ from their defaults."""
         fields = {
             "num_steps": (self.num_steps, None),
             "adjust_scheduler": (self.adjust_scheduler, True),

@@ -56,7 +56,7 @@ class Arguments:
 
     @property
     def plugins(self) -> dict[str, Any]:
-        """The plugins in use, by name."""
+        """A dict of the plugins in use, keyed by name."""
         choice = self.choice
         return {
             "deepspeed_plugin": choice.deepspeed_plugin,

@@ -28,7 +28,7 @@ class KwargsHandler:
     """Arguments for an object that the Accelerator creates."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field by name."""
+        """Return a dict of all fields."""
         return {one.name: copy.copy(getattr(self, one.name)) for one in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def notebook_launcher(
         args: arguments for the function.
         num_processes: number of processes on this machine; None starts one per GPU, or a single process if there is no
             GPU.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that do not set their own.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that do not set their own precision.
         use_port: port for the rendezvous; None chooses a free port on a single machine, and 29500 on several.
         master_addr: address of machine 0, if there are several machines.
         node_rank: index of this machine, 0-based.

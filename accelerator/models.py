@@ -38,7 +38,7 @@ class PreparedModel:
 
     Attributes:
         strategy: this model's own strategy, which handles its states, gradients and steps.
-        parameters: the module's parameters by name.
+        parameters: the module's parameters, keyed by name.
         frozen: whether the model was prepared for evaluation only.
         bound: whether the forward runs through the strategy and the strategy knows all of the model's optimizers.
     """
@@ -99,7 +99,7 @@ class PreparedModel:
         return found
 
     def bind(self, observers: Sequence[OwnLoop] = ()) -> None:
-        """Route the module's forward through the wrapper, precision and compiler, timed by ``observers``."""
+        """Route the module's forward through the wrapper, precision and compiler; ``observers`` time each call."""
         module, strategy = self.module, self.strategy
         if self._own is None:
             self._own = module.forward

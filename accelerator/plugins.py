@@ -143,7 +143,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return self.backend not in (None, DynamoBackend.NO)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field by name, with the backend in lowercase, as torch expects it."""
+        """Return a dict of all fields, with the backend in lowercase, as torch expects it."""
         found = super().to_dict()
         return found if self.backend is None else {**found, "backend": str(self.backend).lower()}
 

@@ -255,7 +255,7 @@ class AcceleratorState:
         Args:
             partial: the Accelerator's PartialState.
             mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or the name of another precision.
-            **plugins: the Accelerator's plugins by name.
+            **plugins: the Accelerator's plugins, keyed by name.
         """
         state = object.__new__(cls)
         mesh, sizes = getattr(partial.strategy, "mesh", None), plugins.get("parallelism_config")
@@ -272,7 +272,7 @@ class AcceleratorState:
 
     @property
     def plugins(self) -> dict[str, Any]:
-        """The plugins by name; None for each plugin that is not in use."""
+        """A dict of all plugins, keyed by name; a plugin that is not in use is None."""
         return {name: vars(self)[name] for name in _PLUGINS}
 
     @staticmethod

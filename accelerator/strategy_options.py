@@ -33,7 +33,8 @@ class Choice:
 
     Attributes:
         deepspeed_plugin: a plugin, or a dict that contains one.
-        settings: values by name; ``mixed_precision``, ``cpu`` and ``strategy`` already include arguments set in code.
+        settings: values of settings, keyed by name; ``mixed_precision``, ``cpu`` and ``strategy`` already include
+            arguments set in code.
     """
 
     handlers: Handlers = field(default_factory=Handlers)

@@ -83,7 +83,7 @@ class TPUAccelerator(Accelerator):
 
 
 class _Registry(dict[str, type[Accelerator]]):
-    """The device kinds by name."""
+    """The device kinds, keyed by name."""
 
     def __missing__(self, name: str) -> type[Accelerator]:
         """Return a class for a kind such as ``"npu"``, which torch reports but which has no class in this file."""

@@ -233,7 +233,7 @@ def _tensor_function(
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Return True if ``function`` accepts a keyword argument ``name``."""
+    """Return True if ``function`` accepts the keyword argument ``name``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

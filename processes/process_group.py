@@ -73,7 +73,7 @@ def leave_alone() -> None:
 
 @dataclass
 class _Room:
-    """The objects that a process group's strategies share: its hang watch, and gloo groups by timeout."""
+    """The objects that a process group's strategies share: its hang watch, and its gloo groups, keyed by timeout."""
 
     watch: Watch
     groups: dict[timedelta, Any] = field(default_factory=dict)

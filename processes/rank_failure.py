@@ -257,7 +257,7 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
     """Return the failures of all processes that failed; the failure that caused the others comes first.
 
     Args:
-        exits: torch elastic's ``ProcessFailure`` by rank.
+        exits: torch elastic's ``ProcessFailure`` objects, keyed by rank.
         files: files from :func:`write_failure`.
         crashes: files from :func:`note_crash`.
     """

@@ -85,8 +85,8 @@ def launch(
 ) -> tuple[dict[int, Any], int | None]:
     """Start the processes and wait for them.
 
-    Returns the failed processes by rank, and the signal that ended the wait, if any. The processes write their failures
-    to ``folder``; ``start_method`` applies only if ``entrypoint`` is a function.
+    Returns the failed processes, keyed by rank, and the signal that ended the wait, if any. The processes write their
+    failures to ``folder``; ``start_method`` applies only if ``entrypoint`` is a function.
 
     Raises:
         OSError: the machines or processes cannot find each other.

@@ -99,7 +99,7 @@ added: dict[str, Added] = {}
 
 
 def registered() -> dict[str, Any]:
-    """Return the strategies that the program or an installed package has registered, by name.
+    """Return a dict, by name, of the strategies that the program or an installed package has registered.
 
     Packages register them in the entry point group ``paceline.strategies``.
     """

@@ -186,7 +186,7 @@ class Communication:
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:
-        """Return the descriptions that all processes pass, by rank, if they differ; otherwise, return an empty list.
+        """Return the descriptions that all processes pass, in rank order, if they differ; otherwise, an empty list.
 
         If the descriptions are the same, only 16 bytes are exchanged.
         """
@@ -207,7 +207,7 @@ class Communication:
         return Stop(boundary, signum, (self.global_rank,))
 
     def reports(self) -> dict[int, str] | None:
-        """Return a report on what each process is doing, by rank; None while another process is collecting reports."""
+        """Return a report on what each process is doing, keyed by rank; None while another process collects reports."""
         return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     def abandon(self, error: BaseException) -> None:

@@ -47,7 +47,7 @@ def is_split(parameter: Any) -> bool:
 
 
 def pieces(zero: Any) -> dict[int, Piece]:
-    """Return this rank's piece of each trained parameter, by the parameter's ``id``.
+    """Return a dict of this rank's pieces of the trained parameters, keyed by the parameters' ``id``.
 
     ``zero`` is DeepSpeed's optimizer.
     """
@@ -162,7 +162,7 @@ def trained_parameters(zero: Any) -> list[nn.Parameter]:
 def change_counts(trained: list[nn.Parameter]) -> list[tuple[int | None, int | None]]:
     """Return two change counts for each parameter: one for its values and one for this rank's shard.
 
-    Both are the same if each rank holds the whole parameter. DeepSpeed's own steps do not count.
+    The two counts are the same if each rank holds the whole parameter. DeepSpeed's own steps do not count.
     """
     return [(change_count(one), change_count(getattr(one, "ds_tensor", one))) for one in trained]
 
@@ -214,7 +214,7 @@ def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
 def optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, dict[str, Any]]:
-    """Return the optimizer's state by parameter index, with the flat tensors gathered into full ones.
+    """Return the optimizer's state, keyed by parameter index, with flat tensors gathered into full tensors.
 
     Other values (such as a step count) are unchanged. ``found`` contains this rank's pieces. Every rank must call this,
     but only ranks that pass ``keep=True`` get the result.
@@ -260,7 +260,7 @@ def load_optimizer_states(
 def master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, Tensor]:
-    """Return the float32 weights that a 16-bit mode trains, by parameter index."""
+    """Return the float32 weights that a 16-bit mode trains, keyed by parameter index."""
     weights: dict[int, Tensor] = {}
     for index, parameter in parameters.items():
         if id(parameter) in found:

@@ -492,7 +492,7 @@ class FSDPStrategy(DistributedStrategy):
         """Raise an error if trainable parameters were added after the module was sharded.
 
         Raises:
-            RuntimeError: FSDP would neither shard such a parameter nor average its gradient.
+            RuntimeError: FSDP would neither shard an added parameter nor average its gradient.
         """
         if self._holder is None:  # nothing is sharded
             return

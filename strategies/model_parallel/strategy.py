@@ -63,10 +63,10 @@ class ModelParallelStrategy(FSDPStrategy):
         pipeline_parallel: number of pipeline processes, which hold successive layers.
         context_parallel: number of processes across which each sequence is split.
         plan: how layers are split: a mapping from patterns of layer names (``"net.blocks.*.attn.q"``) to ``"colwise"``,
-            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` finds pairs of
-            linear layers, and attention layers with separate q, k and v, by their names and shapes. Each process then
-            computes some of an attention layer's heads: attributes such as ``num_heads`` are divided, and ``forward``
-            must not hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
+            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` recognizes, by name
+            and shape, pairs of linear layers, and attention layers with separate q, k and v. Each process then computes
+            some of an attention layer's heads: attributes such as ``num_heads`` are divided, and ``forward`` must not
+            hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
         loss_parallel: whether to split the layer that computes the logits too, by classes, so that no process holds all
             logits. Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
         context_parallel_dims: the sequence dimension of a batch's tensors, for ``context_parallel``: ``1`` for all

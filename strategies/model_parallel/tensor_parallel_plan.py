@@ -1,4 +1,4 @@
-"""Find the layers of a model that can be split across processes, by their names and shapes."""
+"""Find, by name and shape, the layers of a model that can be split across processes."""
 
 from __future__ import annotations
 
