@@ -123,7 +123,7 @@ class Accelerator(AcceleratorProperties):
             they advance on every call.
         kwargs_handlers: settings for DistributedDataParallel, autocast, the loss scaler, the process group and the
             profiler.
-        dynamo_backend: backend to compile models with.
+        dynamo_backend: ``torch.compile`` backend for the models.
         dynamo_plugin: the backend and other compilation settings.
         parallelism_config: number of processes for each kind of parallelism (tensor, sequence, sharding, replication).
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
@@ -294,7 +294,7 @@ class Accelerator(AcceleratorProperties):
         process reads only its shard when the model is prepared.
 
         Args:
-            empty_init: whether to leave weights uninitialized, for weights that will be loaded. Under a sharding
+            empty_init: whether to leave weights uninitialized, because they will be loaded later. Under a sharding
                 strategy, layers are then created without allocating memory.
         """
         return self.strategy.module_init_context(empty_init)

@@ -141,8 +141,8 @@ class GradScalerKwargs(KwargsHandler):
 
     Args:
         init_scale: initial loss scale.
-        growth_factor: factor to multiply the scale by after ``growth_interval`` steps without overflow.
-        backoff_factor: factor to multiply the scale by after an overflow.
+        growth_factor: factor by which the scale is multiplied after ``growth_interval`` steps without overflow.
+        backoff_factor: factor by which the scale is multiplied after an overflow.
         growth_interval: number of consecutive steps without overflow after which the scale grows.
         enabled: if False, losses are not scaled.
     """

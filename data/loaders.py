@@ -222,7 +222,7 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
 
     Streams that split themselves by rank give each rank different samples if the number of ranks changes. If several
     workers take turns, the number of ranks also determines how many samples a worker reads per turn, so this run's
-    workers would have read up to other positions than the saved run's workers.
+    workers would have stopped at different positions than the saved run's workers.
     """
     if _counts_all_ranks(state):
         return

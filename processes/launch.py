@@ -255,7 +255,7 @@ def find_place(
         node_rank: index of this machine; NODE_RANK if None. Used only with several machines.
         address: address of machine 0; MASTER_ADDR if None. Used only with several machines.
         port: port on machine 0; MASTER_PORT if None. A single machine uses a free port if neither is set.
-        names: the user's names for address, port and node rank, for error messages.
+        names: what the user calls the address, the port and the node rank, for error messages.
         line: the command for each machine, with the placeholders ``{address}``, ``{port}`` and ``{node}``.
 
     Raises:

@@ -33,7 +33,7 @@ class RendezvousPoint:
 
     Args:
         port: 0 picks a free port, which works only on a single machine.
-        names: the user's names for the address, the port and the node rank, for error messages.
+        names: what the user calls the address, the port and the node rank, for error messages.
     """
 
     num_nodes: int = 1

@@ -30,8 +30,8 @@ class Communication:
     """The processes of a run: how they start, their ranks, what they exchange, and how they stop together.
 
     By default there is one process, so collectives return their input. To run several processes, derive from
-    ``DistributedStrategy``, which overrides all of these methods. If some processes see the same data, also override
-    ``data_rank``, ``num_data_ranks`` and ``data_group``.
+    ``DistributedStrategy``, which implements the collectives with torch.distributed. If some processes see the same
+    data, also override ``data_rank``, ``num_data_ranks`` and ``data_group``.
     """
 
     #: Returns a description of what the run is doing now; set by the run.

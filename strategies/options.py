@@ -28,7 +28,7 @@ class Options:
     Attributes:
         fsdp: arguments for FSDPStrategy.
         deepspeed: arguments for DeepSpeedStrategy.
-        mesh: arguments for ModelParallelStrategy; the product of their sizes is the number of processes.
+        mesh: arguments for ModelParallelStrategy, including sizes whose product is the number of processes.
         ddp: arguments for DDPStrategy.
         process_group: arguments for every multi-process strategy.
         written: the text that the user wrote for each group of arguments, for error messages.

@@ -25,10 +25,10 @@ T = TypeVar("T")
 class Placement:
     """Moves modules, optimizers and batches to a device and converts them to a precision's dtypes.
 
-    These methods are called when a run starts, never during a step. This class keeps the whole module on one device. A
-    subclass overrides ``setup_module`` to shard the module, ``wrap_for_training`` and ``bind_step`` to run training
-    steps through a wrapper, ``setup_optimizers`` to change optimizers, and ``init_context`` to change how layers are
-    created.
+    The methods of this class are called when a run starts, never during a step. The class keeps the whole module on one
+    device. A subclass overrides ``setup_module`` to shard the module, ``wrap_for_training`` and ``bind_step`` to run
+    training steps through a wrapper, ``setup_optimizers`` to change optimizers, and ``init_context`` to change how
+    layers are created.
 
     Args:
         device: the device of the module and the batches.

@@ -265,7 +265,7 @@ def full_config(
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration: defaults from the arguments and the precision, then the user's values.
 
-    With ``"bf16-mixed"`` and ``"16-mixed"`` DeepSpeed gets float32 weights and Paceline runs autocast, so the results
+    With ``"bf16-mixed"`` and ``"16-mixed"``, DeepSpeed gets float32 weights and Paceline runs autocast, so the results
     match other strategies. ``"bf16-true"`` and ``"16-true"`` are DeepSpeed's own 16-bit modes, which keep float32
     weights in the sharded optimizer. DeepSpeed's accumulation and clipping are off, because Paceline does both.
     """

@@ -57,8 +57,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     Args:
         precision: dtypes; the Trainer's if None.
         stage: 1, 2 or 3.
-        offload_optimizer: keep the optimizer's state on the host, and run the optimizer there.
-        offload_parameters: keep weights on the host while they are not in use (stage 3).
+        offload_optimizer: whether to keep the optimizer's state on the host, and to run the optimizer there.
+        offload_parameters: whether to keep weights on the host while they are not in use (stage 3).
         config: a DeepSpeed configuration: a dict, or the path of a JSON file. Its values override these arguments, but
             must not contradict the Trainer's settings (batch size, accumulation, clipping, precision).
         **process: arguments of ``DistributedStrategy``, such as ``timeout``.

@@ -171,7 +171,7 @@ def change_counts(trained: list[nn.Parameter]) -> list[tuple[int | None, int | N
 def keep_changes(zero: Any) -> None:
     """Copy changed weights to the separate float32 weights that DeepSpeed trains, so that the next step uses them.
 
-    A float32 weight whose rounded value is still the 16-bit weight keeps all its digits.
+    A float32 weight that still rounds to the 16-bit weight is not replaced, so it keeps its full precision.
     """
     if splits(zero):
         weights = zero.fp16_partitioned_groups_flat

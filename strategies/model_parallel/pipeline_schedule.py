@@ -35,8 +35,8 @@ class Call:
         seed: seed for all stages; random numbers still differ between micro-batches and between stages.
         scale: fp16's loss scale, or None.
         training: whether to run backward too.
-        unit: divisor of weighted losses, close to the number of items in a micro-batch, which keeps the losses in
-            fp16's range; None if it is not known yet.
+        unit: divisor that keeps weighted losses in fp16's range, close to the number of items in a micro-batch; None if
+            it is not known yet.
     """
 
     def __init__(

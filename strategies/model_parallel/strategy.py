@@ -185,8 +185,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def _parameters_over(self, *axes: str) -> DeviceMesh:
         """Return the mesh with the given dimensions, across which parameters are sharded or replicated.
 
-        Processes that have different parts of a sequence see different data, as they do with different samples, so
-        parameters are sharded across them too.
+        Processes that have different parts of a sequence see different data, just as processes with different samples
+        do, so parameters are sharded across these processes too.
         """
         if self._flat is None and self.axis_sizes["cp"] > 1:
             flat = [axis for axis in AXES if axis != "cp"]

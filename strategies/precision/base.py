@@ -132,8 +132,8 @@ class Precision:
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
         """Return the module, the optimizers and the schedulers that a run uses.
 
-        Only a subclass's override is called, once when a run starts. It may change the module in place, but must return
-        that same object.
+        Only a subclass's override is called, once when a run starts. The override may change the module in place, but
+        must return that same module.
         """
         return model, optimizers, lr_schedulers
 
