@@ -428,7 +428,7 @@ def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], 
 
 
 _SCALER = (
-    "accelerator.prepare got a GradScaler. Under mixed_precision='fp16' Paceline scales losses itself; otherwise no "
+    "accelerator.prepare got a GradScaler. Under mixed_precision='fp16', Paceline scales losses itself; otherwise, no "
     "scaler is needed. Delete the scaler and all calls to it (scaler.scale, scaler.step, scaler.update), and call "
     "accelerator.backward(loss) and optimizer.step(). Pass scaler settings as "
     "Accelerator(kwargs_handlers=[GradScalerKwargs(...)])."

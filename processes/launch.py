@@ -52,8 +52,8 @@ _DIRECTORY = os.getcwd()
 #: Environment variable for processes that a strategy starts: the file to create once they have joined their group.
 JOINED = "PACELINE_JOINED"
 _PICKLE_FIX = (
-    "Define it at the top level of a file (not inside a function or as a lambda), or create it in a hook. Or use "
-    "strategy='ddp_fork', which forks this process, or 'ddp', which runs the script again."
+    "Define this object at the top level of a file (not inside a function or as a lambda), or create it in a hook. Or "
+    "use strategy='ddp_fork', which forks this process, or 'ddp', which runs the script again."
 )
 
 
