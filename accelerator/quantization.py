@@ -147,7 +147,7 @@ def load_and_quantize_model(
     if weights_location is None:
         raise RuntimeError(
             f"{type(model).__name__} is on the meta device, so it has no weights to quantize. Pass weights_location, "
-            "the file or folder that contains them."
+            "the file or folder that contains the weights."
         )
     _replace(model, config, skipped)
     for layer in quantized_layers(model).values():

@@ -160,7 +160,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             if parameter.dim() == 0:
                 raise ValueError(
                     f"{name} has the shape (), but DeepSpeed can only send parameters with a dimension to other "
-                    "processes. Give it the shape (1,), or use strategy='fsdp' or 'ddp'."
+                    "processes. Give the parameter the shape (1,), or use strategy='fsdp' or 'ddp'."
                 )
         self.same_model(module)
         for buffer in module.buffers():
