@@ -123,7 +123,7 @@ class Accelerator(AcceleratorProperties):
             they advance on every call.
         kwargs_handlers: settings for DistributedDataParallel, autocast, the loss scaler, the process group and the
             profiler.
-        dynamo_backend: backend to compile models with.
+        dynamo_backend: ``torch.compile`` backend for the models.
         dynamo_plugin: the backend and other compilation settings.
         parallelism_config: number of processes for each kind of parallelism (tensor, sequence, sharding, replication).
         strategy: a Strategy, or a name that ``Trainer(strategy=...)`` accepts.
@@ -294,7 +294,7 @@ class Accelerator(AcceleratorProperties):
         process reads only its shard when the model is prepared.
 
         Args:
-            empty_init: whether to leave weights uninitialized, for weights that will be loaded. Under a sharding
+            empty_init: whether to leave weights uninitialized, because they will be loaded later. Under a sharding
                 strategy, layers are then created without allocating memory.
         """
         return self.strategy.module_init_context(empty_init)
@@ -383,11 +383,11 @@ class Accelerator(AcceleratorProperties):
         return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
     def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
-        """Context manager that turns off gradient synchronization for ``model``, or for all models if it is None."""
+        """Context manager that turns off gradient synchronization for ``model``; None means all models."""
         return self.gradients.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
-        """Context manager that synchronizes the next backward pass even if its forward pass ran under ``no_sync``."""
+        """Context manager that makes the next backward pass synchronize gradients, even after a ``no_sync`` forward."""
         return self.gradients.trigger_sync(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -429,7 +429,7 @@ class Accelerator(AcceleratorProperties):
     # ---- communication -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: T1) -> T1:
-        """Concatenate all processes' tensors (in nested lists, tuples and dicts) along the first dimension."""
+        """Concatenate tensors (also in nested lists, tuples and dicts) from all processes along the first dimension."""
         return operations.gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -600,7 +600,7 @@ class Accelerator(AcceleratorProperties):
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write a model's weights to a folder, in several files with an index if they are large.
+        """Write a model's weights to a folder; large models are written as several files with an index.
 
         Every process must call this. Only weights are written: no ``config.json`` and no tokenizer. Each file is
         written atomically, and the index is written last. Afterward, files that an earlier call wrote in the same
@@ -609,8 +609,8 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: the prepared model.
             save_directory: path or URL of a folder, which is created if it does not exist.
-            max_shard_size: maximum file size in bytes, or a string such as ``"5GB"``. A tensor larger than this is
-                still written as one file.
+            max_shard_size: maximum file size in bytes, or a string such as ``"5GB"``. A larger tensor is still written
+                as one file.
             safe_serialization: if True, write ``model*.safetensors``; otherwise ``pytorch_model*.bin``.
 
         Raises:
@@ -653,7 +653,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             values: numbers, single-element tensors, and other values that the trackers support. Paceline's trackers
-                skip None. All processes must call this if a value comes from a sharded tensor (a norm under FSDP).
+                skip values that are None. All processes must call this if a value comes from a sharded tensor (a norm
+                under FSDP).
             step: position on the x-axis.
             log_kwargs: additional arguments of a tracker's ``log``, keyed by tracker name.
 
@@ -663,7 +664,7 @@ class Accelerator(AcceleratorProperties):
         self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by name, or the object that it wraps if ``unwrap`` is True."""
+        """Return a tracker by name, or the object that the tracker wraps if ``unwrap`` is True."""
         return self.trackers.get(name, unwrap)
 
     def end_training(self) -> None:
@@ -673,7 +674,7 @@ class Accelerator(AcceleratorProperties):
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
-        """Context manager that yields a running torch profiler. With a schedule, call its ``step()`` after each batch.
+        """Context manager that yields a running torch profiler. If it has a schedule, call ``step()`` after each batch.
 
         With ``ProfileKwargs(output_trace_dir=...)``, every process writes ``profile_<rank>.json`` to that folder
         (repeated schedules also write ``profile_<rank>_1.json``, ...), and all processes wait until the traces are

@@ -60,9 +60,11 @@ class GradientState:
         sync_gradients: whether the current micro-batch completes the window; if so, optimizers step.
         active_dataloader: the loader of the current batch; None if no loader is being read.
         window: the innermost open ``accumulate`` window or, if none is open, the most recent one.
-        speaker: the window that last turned gradient synchronization on or off; None if it was not a window.
+        speaker: the window that last turned gradient synchronization on or off; None if something other than a window
+            did so last.
         on_pass: function to call with a loader when a pass over it begins.
-        explain: function that takes an error and returns an error that says what to do, or None if it has no advice.
+        explain: function that takes an error and returns another one that also says what to do, or None if there is no
+            advice.
         depth: number of open ``accumulate`` blocks.
         by_hand: whether the user's loop decides after which micro-batches optimizers step.
         counted: a loader, and the number of items that the loop has gathered for the loader's last batch. The number
@@ -137,7 +139,7 @@ class GradientState:
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The current batch, as its loader's ID and its number in the pass; zeros if no loader is being read."""
+        """The ID of the current loader and the number of its current batch; zeros if no loader is being read."""
         loader = self.active_dataloader
         return (0, 0) if loader is None else (id(loader), loader.batches_done)
 
@@ -159,7 +161,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the ``GradientAccumulationPlugin`` that differ from their defaults, by name."""
+        """A dict of the ``GradientAccumulationPlugin`` fields that differ from their defaults."""
         fields = {
             "num_steps": (self.num_steps, None),
             "adjust_scheduler": (self.adjust_scheduler, True),
@@ -235,7 +237,7 @@ class GradientState:
 
 
 class Window:
-    """The micro-batches over which a group of models accumulates gradients. Enter it as a context for each micro-batch.
+    """The micro-batches over which a group of models accumulates gradients. Enter this context for each micro-batch.
 
     An Accelerator starts with a window for loops that do not call ``accumulate``. In this window, every backward pass
     counts as a micro-batch, and losses are weighted only by ``num_items``.
@@ -276,7 +278,7 @@ class Window:
         self._factor: float | Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the window's position without object IDs, because they mean nothing in another process."""
+        """Return the window's position without object IDs, which mean nothing in another process."""
         stepped = {0} if self.stepped else set()
         return vars(self) | {"settled": set(), "stepped": stepped, "local": set(), "_outer": [], "_communicates": True}
 
@@ -378,7 +380,7 @@ class Window:
         self.by_items = items
 
     def _at_one_scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, rescaled so that all losses of the window use the fp16 scale of the first one."""
+        """Return the loss, rescaled so that all losses of the window use the fp16 scale of the window's first loss."""
         scale = self._precision.shared_scale(of_next_loss=True)
         if scale is None:
             return loss
@@ -476,7 +478,7 @@ def _share(loss: Tensor, num_items: Any, loader: ReadLoader, first: bool) -> tup
     """Return the weighted loss and number of items for a batch whose size differs between processes.
 
     If the loss belongs to an earlier batch, whose backward pass runs only now, the loss is returned unchanged. A loss
-    with a number of items needs no weight, unless its batch only repeats samples of another process.
+    whose number of items is given needs no weight, unless its batch only repeats samples of another process.
     """
     share = loader.share
     if num_items is not None and share != 0.0:

@@ -39,7 +39,7 @@ class Arguments:
 
     Attributes:
         shards: whether the strategy replaces parameters with shards.
-        clip_norm: norm that optimizers clip gradients to at each step; None means no clipping.
+        clip_norm: maximum gradient norm; each optimizer step clips larger gradients to it. None means no clipping.
     """
 
     settings: Settings
@@ -56,7 +56,7 @@ class Arguments:
 
     @property
     def plugins(self) -> dict[str, Any]:
-        """The plugins in use, by name."""
+        """A dict of the plugins in use, keyed by name."""
         choice = self.choice
         return {
             "deepspeed_plugin": choice.deepspeed_plugin,
@@ -116,7 +116,7 @@ def _random_kinds(given: Sequence[Any] | None) -> list[str]:
     found = [str(getattr(kind, "value", kind)) for kind in given or ()]
     for kind in found:
         if kind not in kinds():
-            raise ValueError(messages.unknown("rng_type in Accelerator(rng_types=[...])", kind, kinds()))
+            raise ValueError(messages.unknown("Accelerator(rng_types=[...]) entry", kind, kinds()))
     return found
 
 

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class Errors:
     """Tells users what to do about errors in their models, optimizers and loops.
 
-    Holds only weak references to prepared objects, so that loaders and their workers shut down as soon as the script
-    drops them.
+    Holds only weak references to prepared objects, so that a loader and its workers shut down as soon as the script
+    drops the loader.
     """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = weakref.ref(prepared)
 
     def explain(self, model: PreparedModel | None, error: BaseException) -> BaseException | None:
-        """Return an error of the same type as ``error`` that says what to do, or None if there is nothing to add."""
+        """Return a new error that has the type of ``error`` and says what to do, or None if there is nothing to add."""
         prepared = self._prepared()
         owner = model or prepared
         better = explain_lost_worker(error, "") or (owner and owner.strategy.explain(error))

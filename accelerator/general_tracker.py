@@ -42,9 +42,9 @@ def on_main_process(function: F) -> F:
 class GeneralTracker:
     """Base class for your own tracker. Pass the class or an instance as ``log_with``.
 
-    A class is called with the project's name, the logging directory if ``requires_logging_directory`` is True, and its
-    ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined the process
-    group yet.
+    A class that you pass is called with the project's name, the logging directory if ``requires_logging_directory`` is
+    True, and its ``init_kwargs``. Its constructor must not communicate with other processes, which may not have joined
+    the process group yet.
 
     Attributes:
         name: the tracker's name in ``get_tracker``, ``init_kwargs`` and ``log_kwargs``.
@@ -70,13 +70,13 @@ class GeneralTracker:
         """Open files and connections. ``init_trackers`` calls this once the processes have joined the process group."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the run's settings by name."""
+        """Record the run's settings, which are passed as a dict."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record the values of one step: numbers, strings, or other values that the tracker supports.
 
         Args:
-            values: values by name.
+            values: the values, keyed by name.
             step: position on the x-axis.
             **kwargs: this tracker's entry in ``log_kwargs``.
         """

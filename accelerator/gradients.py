@@ -84,7 +84,7 @@ class Gradients:
 
     @contextmanager
     def trigger_sync(self, model: Any) -> Iterator[None]:
-        """Synchronize the next backward pass; see :meth:`.accelerator.Accelerator.trigger_sync_in_backward`."""
+        """Synchronize gradients in the next backward; see :meth:`.accelerator.Accelerator.trigger_sync_in_backward`."""
         strategy = self.prepared.placement(model, "trigger_sync_in_backward").strategy
         if strategy.communicates_gradients:
             strategy.sync_next_backward()

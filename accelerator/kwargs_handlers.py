@@ -28,7 +28,7 @@ class KwargsHandler:
     """Arguments for an object that the Accelerator creates."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field by name."""
+        """Return a dict of all fields."""
         return {one.name: copy.copy(getattr(self, one.name)) for one in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
@@ -141,8 +141,8 @@ class GradScalerKwargs(KwargsHandler):
 
     Args:
         init_scale: initial loss scale.
-        growth_factor: factor to multiply the scale by after ``growth_interval`` steps without overflow.
-        backoff_factor: factor to multiply the scale by after an overflow.
+        growth_factor: factor by which the scale is multiplied after ``growth_interval`` steps without overflow.
+        backoff_factor: factor by which the scale is multiplied after an overflow.
         growth_interval: number of consecutive steps without overflow after which the scale grows.
         enabled: if False, losses are not scaled.
     """
@@ -218,7 +218,7 @@ class ProfileKwargs(KwargsHandler):
         """Create the profiler."""
         unknown = [name for name in self.activities or () if str(name).lower() not in _ACTIVITIES]
         if unknown:
-            raise ValueError(messages.unknown("activity in ProfileKwargs", unknown[0], _ACTIVITIES))
+            raise ValueError(messages.unknown("ProfileKwargs activity", unknown[0], _ACTIVITIES))
         found = [getattr(torch.profiler.ProfilerActivity, str(name).upper()) for name in self.activities or ()]
         return torch.profiler.profile(
             activities=found or None,
@@ -228,7 +228,7 @@ class ProfileKwargs(KwargsHandler):
 
     @contextmanager
     def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
-        """Context manager that yields the running profiler. With a schedule, call its ``step()`` after each batch.
+        """Context manager that yields the running profiler. If it has a schedule, call ``step()`` after each batch.
 
         With ``output_trace_dir``, every process writes ``profile_<rank>.json`` to that folder (repeated schedules also
         write ``profile_<rank>_1.json``, ...), and all processes wait until the traces are written.
@@ -247,7 +247,7 @@ class ProfileKwargs(KwargsHandler):
         known = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
         for name in self.schedule_option:
             if name not in known:
-                raise ValueError(messages.unknown("key in ProfileKwargs(schedule_option=...)", name, known))
+                raise ValueError(messages.unknown("ProfileKwargs(schedule_option=...) key", name, known))
         if "active" not in self.schedule_option:
             raise ValueError(
                 f"ProfileKwargs: schedule_option={self.schedule_option} does not set the number of steps to record. "
@@ -295,7 +295,8 @@ class AORecipeKwargs(KwargsHandler):
         given = {name: getattr(self, name) for name in details if getattr(self, name) is not None}
         if given and self.config is not None:
             raise ValueError(
-                f"AORecipeKwargs got config and {messages.names(given, 'and')}. Set the options in the config instead."
+                f"AORecipeKwargs got config together with {messages.names(given, 'and')}. Set these options in config "
+                "instead."
             )
         found.config = replace(found.config, **given)
         return found
@@ -313,7 +314,8 @@ class TERecipeKwargs(KwargsHandler):
         interval: number of steps between updates of the scales; must be 1 in TransformerEngine 1.12 and newer.
         fp8_format: ``"HYBRID"`` (E5M2 for gradients, E4M3 for everything else) or ``"E4M3"`` (for everything).
         amax_history_len: number of steps whose largest values determine a scale.
-        amax_compute_algo: which of these values determines the scale: ``"most_recent"`` or ``"max"``.
+        amax_compute_algo: which value in this history of largest values determines the scale: ``"most_recent"`` or
+            ``"max"``.
         override_linear_precision: which products of a linear layer (forward, gradients of inputs, gradients of weights)
             are not computed in 8 bits; not available in TransformerEngine 1.12 and newer.
         use_mxfp8_block_scaling: not supported.

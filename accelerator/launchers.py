@@ -34,21 +34,22 @@ def notebook_launcher(
 ) -> Any:
     """Call ``function(*args)`` in several processes from a notebook cell and return rank 0's result.
 
-    The processes are copies of this one, so the function may be defined in a cell and use variables from other cells.
-    The function must create its own Accelerator, model and loaders, and nothing may use a GPU before the launch. With
-    a single process, the function runs in the current process. After an error, the launcher can be called again.
+    The processes are copies of the current process, so the function may be defined in a cell and use variables from
+    other cells. The function must create its own Accelerator, model and loaders, and nothing may use a GPU before the
+    launch. With a single process, the function runs in the current process. After an error, the launcher can be called
+    again.
 
     Args:
         function: the function to call in each process.
         args: arguments for the function.
         num_processes: number of processes on this machine; None starts one per GPU, or a single process if there is no
             GPU.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that do not set their own.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, for Accelerators that do not set their own precision.
         use_port: port for the rendezvous; None chooses a free port on a single machine, and 29500 on several.
-        master_addr: address of machine 0, if there are several.
+        master_addr: address of machine 0, if there are several machines.
         node_rank: index of this machine, 0-based.
-        num_nodes: number of machines. Call this function in a notebook on each machine. It returns a result only on
-            machine 0.
+        num_nodes: number of machines. Call ``notebook_launcher`` in a notebook on each machine; it returns a result
+            only on machine 0.
         **more: other arguments of Accelerate's launcher, accepted only with values that have no effect, such as
             ``max_restarts=0``.
 

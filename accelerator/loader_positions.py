@@ -1,4 +1,4 @@
-"""The position of a prepared loader: its current pass, a loaded position, and the batches dropped after loading."""
+"""The position of a prepared loader: its current pass, a loaded position, and the batches that a resumed loop drops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pass:
         epoch: index of the pass, 0-based.
         done: number of batches yielded, including skipped ones.
         batches: source of the batches.
-        length: number of batches; -1 if unknown until ``batches`` reports that it is exhausted.
+        length: number of batches; -1 if it only becomes known when ``batches`` is exhausted.
         random: states of the CPU's random generators at the start of the pass.
         at_end: whether the most recent batch is the last one.
         before_last: function that returns the batch before the last one, or None once the loop no longer references it.
@@ -92,7 +92,7 @@ class LoadedPosition:
 
     @property
     def next_epoch(self) -> int:
-        """Index of the next pass: the saved pass, or the one after it if the saved pass has no batches left."""
+        """Index of the next pass: the saved pass or, if the saved pass has no batches left, the pass after it."""
         return self.position["epoch"] + self.position["last"]
 
     def skipped_to(self, skip: int) -> None:
@@ -105,8 +105,8 @@ class LoadedPosition:
             self.leave()
         messages.warn(
             f"skip_first_batches(loader, {skip}) was called after accelerator.load_state, which had moved the loader "
-            f"to batch {done} of epoch {self.position['epoch']}, so {what}. Delete the call to continue after batch "
-            f"{done}."
+            f"to batch {done} of epoch {self.position['epoch']}, so {what}. To continue after batch {done}, delete the "
+            "call to skip_first_batches."
         )
 
 
@@ -127,7 +127,7 @@ class FirstUse:
 
 
 class LeftOut(FirstUse):
-    """Detects batches that are lost because the loop skips batches after ``load_state`` has moved the loader.
+    """Detects batches that are lost because the loop skips batches although ``load_state`` has already skipped them.
 
     A batch counts as dropped if nothing references it when the loop first trains. A loop that reads several batches
     ahead still references them.

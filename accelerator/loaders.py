@@ -52,7 +52,7 @@ class DataLoaderConfiguration:
         data_seed: seed for shuffling; None uses torch's seed.
         non_blocking: has no effect, because copies to a GPU always use pinned memory and do not block.
         use_stateful_dataloader: whether to read iterable datasets with torchdata's StatefulDataLoader, which can save
-            its position even with workers. Map-style datasets resume exactly without it.
+            its position even with workers. Map-style datasets resume exactly even without this setting.
     """
 
     split_batches: bool = False
@@ -83,7 +83,7 @@ class PreparedLoader(DataLoader[Any]):
         reading: the pass that yielded the most recent batch; None outside a pass.
         ends_separately: whether :attr:`share` may differ from 1.0 for batches other than the last one of a pass.
         derived: text for messages that says what :meth:`load_state_dict` had to compute instead of restoring.
-        lengths: each process's number of batches if a pass has more of them on some processes; otherwise empty.
+        lengths: number of batches on each process if some processes have more batches than others; otherwise empty.
     """
 
     _is_accelerate_prepared = True
@@ -312,7 +312,7 @@ class PreparedLoader(DataLoader[Any]):
         return move if cut is None else cut if move is None else lambda batch: cut(move(batch))
 
     def _settle_order(self, epoch: int) -> int | None:
-        """Fix the sample order of a pass before it begins; return the seed for its workers, or None to use torch's."""
+        """Fix the sample order of a pass before it begins; return the seed for its workers (None: torch's seed)."""
         if self.seed is None:
             return None
         seed_shuffling(self._order, self.seed, epoch)
@@ -326,7 +326,7 @@ class PreparedLoader(DataLoader[Any]):
         return not takes_indices(self._source) or not owners <= {"torch", "builtins"}
 
     def _keeps_step(self) -> Callable[[bool], bool] | None:
-        """Return a function that checks before each batch that every process has one, or None if no check is needed."""
+        """Return a function that checks whether all processes have a next batch, or None if no check is needed."""
         strategy, source = self.strategy, self._source
         if (
             strategy.world_size == 1
@@ -577,7 +577,8 @@ class PreparedLoader(DataLoader[Any]):
     def _unless_dropped(self, position: Mapping[str, Any], one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
         """Run the first pass after loading a position at the end of a pass.
 
-        If the loop never trains during this pass, it was only skipping the saved pass, which then counts as finished.
+        If the loop never trains during this pass, it was only skipping the batches of the saved pass, which then counts
+        as finished.
         """
         use, batches = FirstUse(self.gradient_state), self._hand_out(one, iterator)
         try:
@@ -608,7 +609,7 @@ def prepare_data_loader(
         loader: the user's loader.
         strategy: determines this process's shard and device.
         config: the settings.
-        kind: class of the result.
+        kind: class of the loader to return.
         **options: other arguments of :class:`PreparedLoader`; ``seed`` defaults to 0.
 
     Raises:
@@ -680,8 +681,8 @@ def _part(loader: Any, strategy: Strategy, config: DataLoaderConfiguration, even
     if config.split_batches and (not size or size % world):
         raise ValueError(
             f"split_batches=True splits each batch into {world} equal parts, so batch_size must be divisible by "
-            f"{world}, but it is {size}. Change batch_size, or leave out split_batches so that every process gets "
-            "full batches."
+            f"{world}, but batch_size is {size}. Change batch_size, or leave out split_batches so that every process "
+            "gets full batches."
         )
     if config.dispatch_batches:
         return Dispatched(loader, strategy, config.split_batches)

@@ -66,8 +66,8 @@ _said: set[tuple[str, str, str]] = set()
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """Return the logger with the given name, usually ``__name__``, for multi-process scripts.
 
-    Its level is set to ``log_level``, or else to the environment variable ``PACELINE_LOG_LEVEL`` (or
-    ``ACCELERATE_LOG_LEVEL``). If neither is set, the level stays unchanged.
+    The logger's level is set to ``log_level``, or else to the value of the environment variable ``PACELINE_LOG_LEVEL``
+    (or ``ACCELERATE_LOG_LEVEL``). If neither is set, the level stays unchanged.
     """
     level = log_level or next((value for name in _LEVEL_VARIABLES if (value := os.environ.get(name))), None)
     logger = logging.getLogger(name)

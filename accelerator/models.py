@@ -34,11 +34,11 @@ class PreparedModel:
     Args:
         compiler: function that takes a module and returns the function that compiles the module's forward, or None if
             the module is not compiled.
-        explain: explains errors in the forward pass.
+        explain: function that explains errors in the forward pass.
 
     Attributes:
         strategy: this model's own strategy, which handles its states, gradients and steps.
-        parameters: the module's parameters by name.
+        parameters: the module's parameters, keyed by name.
         frozen: whether the model was prepared for evaluation only.
         bound: whether the forward runs through the strategy and the strategy knows all of the model's optimizers.
     """
@@ -81,14 +81,14 @@ class PreparedModel:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter of the module, or its replacement after setup; None for any other tensor."""
+        """Return ``parameter`` if the module has it, or the parameter that setup replaced it with; otherwise None."""
         if id(parameter) in self._names:
             return parameter
         reference, name = self._before.get(id(parameter), (None, ""))
         return self.parameters[name] if reference is not None and reference() is parameter else None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Update an optimizer's references to the module's parameters; return True if the optimizer has any."""
+        """Update an optimizer's references to the module's parameters; return True if there are any."""
         found = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -99,7 +99,7 @@ class PreparedModel:
         return found
 
     def bind(self, observers: Sequence[OwnLoop] = ()) -> None:
-        """Route the module's forward through the wrapper, precision and compiler, timed by ``observers``."""
+        """Route the module's forward through the wrapper, precision and compiler; ``observers`` time each call."""
         module, strategy = self.module, self.strategy
         if self._own is None:
             self._own = module.forward
@@ -137,7 +137,7 @@ class PreparedModel:
     def route_method(self, name: str) -> Callable[..., Any]:
         """Return a function that calls the named method through the wrapper and precision, like the module's forward.
 
-        For example, if ``module.training_step`` computes the loss, the gradients are averaged across processes.
+        For example, if ``training_step`` is routed and computes the loss, the gradients are averaged across processes.
         """
         method = getattr(self.module, name)
         if not is_prepared(self.module):
@@ -183,7 +183,7 @@ class PreparedModel:
 
 
 def explain_alone(model: PreparedModel, error: BaseException) -> BaseException | None:
-    """Return an error that says what to do, without using the model's Accelerator; None if there is nothing to add."""
+    """Without the model's Accelerator, return an error that says what to do, or None if there is nothing to add."""
     return explain_lost_worker(error, "") or model.strategy.explain(error)
 
 
@@ -346,7 +346,7 @@ def migrated(model: nn.Module) -> nn.Module:
     elif isinstance(model, DistributedDataParallel):
         messages.warn_once(
             "accelerator.prepare got a model wrapped in DistributedDataParallel and unwrapped it, because prepare "
-            "wraps it itself. Pass options such as find_unused_parameters as "
+            "itself wraps models. Pass options such as find_unused_parameters as "
             "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)]). Delete the "
             "DistributedDataParallel(...) line."
         )

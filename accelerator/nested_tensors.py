@@ -1,4 +1,4 @@
-"""Functions for tensors in nested lists, tuples and mappings; none of them communicates."""
+"""Functions for tensors in nested lists, tuples and mappings, without communication between processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recursively_apply(
         data: the structure.
         *args: passed to ``func``.
         test_type: function that returns True for values to which ``func`` is applied.
-        error_on_other_type: whether to raise a TypeError for other values except None.
+        error_on_other_type: whether to raise a TypeError for any other value except None.
         **kwargs: passed to ``func``.
     """
     name = getattr(func, "__name__", "recursively_apply") if error_on_other_type else None
@@ -67,9 +67,9 @@ def recursively_apply(
 def _applied(value: Any, func: Callable[[Any], Any], test_type: Callable[[Any], bool], name: str | None) -> Any:
     """Apply ``func`` as :func:`recursively_apply` does.
 
-    If ``name`` is not None, other values raise a TypeError that begins with this name. This is not a nested function,
-    because one that calls itself would keep ``func``, and the tensors it has seen, alive until the next garbage
-    collection.
+    If ``name`` is not None, any other value except None raises a TypeError whose message begins with ``name``. This
+    function is not nested in :func:`recursively_apply`, because a nested function that calls itself would keep
+    ``func``, and tensors that ``func`` has stored, alive until the next garbage collection.
     """
     if test_type(value):
         return func(value)

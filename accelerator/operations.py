@@ -60,7 +60,7 @@ def _refuse_others(operation: str, data: Any) -> None:
 
 
 def _joined_ragged(own: list[Tensor], found: list[Any], strategy: Strategy, group: Any) -> list[Tensor]:
-    """Pad to the largest number of rows, gather, and remove the padding."""
+    """Pad each tensor to the largest number of rows on any process, gather it, and remove the padding."""
     like = [(shape[1:], dtype) for shape, dtype in found[0]]
     if any([(shape[1:], dtype) for shape, dtype in entry] != like for entry in found):
         raise DistributedOperationException(_said("gather", found, "their first dimension")) from None
@@ -98,8 +98,8 @@ def gather_for_metrics(
         raise RuntimeError(
             f"gather_for_metrics was called while reading a loader that has {messages.names(loader.lengths, 'and')} "
             "batches on the processes (even_batches=False), so the last calls would wait for processes that have no "
-            "batch. Set even_batches=True: gather_for_metrics leaves out repeated samples, so each counts once. Or "
-            "collect the results, and call accelerator.gather_for_metrics after the loop."
+            "batch. Set even_batches=True (gather_for_metrics leaves out repeated samples, so each sample counts "
+            "once), or collect the results and call accelerator.gather_for_metrics after the loop."
         )
     objects = use_gather_object or not _only_tensors(data)
     own, counting = (0, 0) if loader is None else (loader.batch_rows, loader.rows)
@@ -117,7 +117,7 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy: Strategy) -> Any:
-    """Keep the first ``counting`` of ``own`` rows, because the other rows repeat another process's samples."""
+    """Keep the first ``counting`` of this process's ``own`` rows; the others repeat another process's samples."""
     whole: list[str] = []
 
     def cut(value: Any) -> Any:
@@ -207,7 +207,7 @@ def pad_across_processes(
     if len({len(entry) for entry in found}) > 1:
         raise DistributedOperationException(
             f"The number of tensors passed to pad_across_processes differs between ranks (in rank order: "
-            f"{', '.join(str(len(entry)) for entry in found)}). Pass the same number on every process."
+            f"{', '.join(str(len(entry)) for entry in found)}). Pass the same number of tensors on every process."
         )
     for index, column in enumerate(zip(*found, strict=True)):
         if len({dims for dims, _ in column}) > 1:

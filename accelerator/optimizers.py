@@ -34,7 +34,7 @@ class AcceleratedOptimizer(Optimizer):
     Args:
         strategy: the strategy that runs the steps if the optimizer has no parameters of a prepared model.
         placements: the prepared models whose parameters the optimizer updates.
-        clip_norm: gradient norm to clip to at each step; None means no clipping.
+        clip_norm: maximum gradient norm; each step clips larger gradients to it. None means no clipping.
 
     Attributes:
         placement: the first of ``placements``, or None.
@@ -122,7 +122,7 @@ class AcceleratedOptimizer(Optimizer):
         return loss
 
     def refuse_others(self, why: str) -> None:
-        """Make stepping the user's optimizer directly raise an error; ``why`` explains what would go wrong."""
+        """Make the user's own optimizer raise an error if it is stepped directly; ``why`` says what would go wrong."""
         text = (
             f"{type(self.optimizer).__name__}.step() was called on the optimizer that was passed to prepare, {why}. "
             "Step the optimizer that prepare returned: optimizer = accelerator.prepare(optimizer)."
@@ -222,7 +222,7 @@ class AcceleratedOptimizer(Optimizer):
 def _refuse_scaler(accelerating: bool) -> None:
     """Raise a RuntimeError if torch's GradScaler reads a prepared optimizer's parameters.
 
-    Only the file that contains the calling code shows that the caller is a scaler.
+    A caller is recognized as a scaler by the name of the file that contains its code.
 
     Args:
         accelerating: whether gradients are accumulated or scaled; if so, a second scaler would corrupt the gradients.

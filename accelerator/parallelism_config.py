@@ -117,7 +117,7 @@ class ParallelismConfig:
                 )
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
-                raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
+                raise ValueError(messages.unknown(f"ParallelismConfig {name}", getattr(self, name), [only]))
         why = "sequences may have any length, and the model's own attention is used, without DeepSpeed"
         messages.ignored(type(self).__name__, why, sp_handler=self.sp_handler)
         if self.cp_enabled and self.sp_enabled:
@@ -232,8 +232,8 @@ class ParallelismConfig:
         """Return the arguments for ModelParallelStrategy."""
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             raise NotImplementedError(
-                "TorchTensorParallelConfig: enable_async_tp=True is not supported. Leave it out. Layers are split the "
-                "same way, but communication does not overlap with matrix multiplications."
+                "TorchTensorParallelConfig: enable_async_tp=True is not supported, because Paceline never overlaps "
+                "communication with matrix multiplications. Leave enable_async_tp out; layers are split the same way."
             )
         for dim, handler in (("cp", self.cp_handler), ("tp", self.tp_handler)):
             if self.size(dim) == 1:
@@ -259,7 +259,7 @@ class ParallelismConfig:
 
 
 def check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], unrestored: Collection[Tensor]) -> None:
-    """Raise a ValueError if these arguments of ``maybe_context_parallel`` are not valid."""
+    """Raise a ValueError if ``maybe_context_parallel`` cannot accept these arguments."""
     known = {id(buffer) for buffer in buffers}
     if len(buffers) != len(dims):
         problem = (

@@ -91,7 +91,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the project folder, and use it as the logging folder if none is set."""
+        """Set the project folder, and use it as the logging folder if no logging folder is set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
@@ -130,7 +130,7 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.backend is not None:
             self.backend = DynamoBackend(self.backend)
         if self.mode is not None and self.mode not in MODES:
-            raise ValueError(messages.unknown("mode in TorchDynamoPlugin", self.mode, MODES))
+            raise ValueError(messages.unknown("TorchDynamoPlugin mode", self.mode, MODES))
         if self.options is not None and self.mode not in (None, "default"):
             raise ValueError(
                 f"TorchDynamoPlugin got mode={self.mode!r} and options={self.options!r}, but torch.compile accepts "
@@ -143,7 +143,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return self.backend not in (None, DynamoBackend.NO)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field by name, with the backend in lowercase, as torch expects it."""
+        """Return a dict of all fields, with the backend in lowercase, as torch expects it."""
         found = super().to_dict()
         return found if self.backend is None else {**found, "backend": str(self.backend).lower()}
 
@@ -217,7 +217,7 @@ def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] 
 class FullyShardedDataParallelPlugin(FSDPSettings):
     """Shards weights, gradients and optimizer state across processes with torch's ``fully_shard`` (FSDP2).
 
-    FSDP 1 fields are translated, and a single message lists the fields that have no meaning in FSDP2. Fields that are
+    FSDP1 fields are translated, and a single message lists the fields that have no meaning in FSDP2. Fields that are
     None are filled in from the settings (``fsdp_...``).
 
     Args:
@@ -226,7 +226,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             ``"HYBRID_SHARD"`` (shard within a node) or ``"HYBRID_SHARD_ZERO2"``.
         reshard_after_forward: if False, keep full weights between forward and backward; also accepts the values of
             ``sharding_strategy``.
-        mixed_precision_policy: a ``MixedPrecisionPolicy`` to use instead of autocast. FSDP 1's ``MixedPrecision``, a
+        mixed_precision_policy: a ``MixedPrecisionPolicy`` to use instead of autocast. FSDP1's ``MixedPrecision``, a
             dict of its arguments, and ``"bf16"`` or ``"fp16"`` (the same dtype for everything) also work.
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy from
             torch.distributed.fsdp.wrap; None wraps each repeated block.
@@ -237,7 +237,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             writes its own shards).
         activation_checkpointing: whether to recompute each block's forward pass during backward.
         ignored_modules: modules whose parameters are not sharded: a list, or a regular expression that matches their
-            full names. Gradients of their trainable parameters are averaged across processes, like all others.
+            full names. Gradients of their trainable parameters are averaged across processes, like all other gradients.
         param_init_fn, activation_checkpointing_offload: not supported.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params: have no effect.
         sync_module_states, cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: have no effect.
@@ -294,7 +294,7 @@ def choose_accumulation(
     settings: Mapping[str, Any] | None,
     deepspeed: DeepSpeedPlugin | None = None,
 ) -> dict[str, Any]:
-    """Return arguments for ``GradientState`` from the plugin, or else the settings or DeepSpeed's configuration."""
+    """Return the arguments of ``GradientState``, read from the plugin, the settings and DeepSpeed's configuration."""
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
             f"Accelerator: gradient_accumulation_plugin={plugin!r} is {messages.a(plugin)}. Pass a "

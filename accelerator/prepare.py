@@ -54,7 +54,7 @@ class Prepared:
         shards: whether the strategy replaces parameters with shards.
         compiler: function that takes a module and returns the function that compiles the module's forward, or None if
             the module is not compiled.
-        clip_norm: norm that optimizers clip their gradients to at each step; None means no clipping.
+        clip_norm: maximum gradient norm; each optimizer step clips larger gradients to it. None means no clipping.
         device_placement: whether models and batches are moved to the device.
         placements: models with their strategies, keyed by the module's ID, in order of preparation.
         optimizers: the optimizers that saved states contain.
@@ -143,7 +143,7 @@ class Prepared:
         return [module for module in self.models if id(module) not in self.unsaved]
 
     def leave_out(self, model: nn.Module) -> None:
-        """Leave a model out of saved states; forget it if no prepared optimizer trains it."""
+        """Leave a model out of saved states; if no prepared optimizer trains the model, forget it."""
         placement = self.placements[id(model)]
         if any(placement in one.placements for one in self.live_optimizers):
             self.unsaved.add(id(model))
@@ -183,7 +183,7 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, broadcast rank 0's buffers (those that checkpoints contain) for models in eval mode."""
+        """When a pass begins, broadcast persistent buffers from rank 0 for models that are in eval mode."""
         for model in self.trained:
             model.strategy.check_parameters(model.module)
             if not model.module.training:
@@ -428,7 +428,7 @@ def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], 
 
 
 _SCALER = (
-    "accelerator.prepare got a GradScaler. Under mixed_precision='fp16' Paceline scales losses itself; otherwise no "
+    "accelerator.prepare got a GradScaler. Under mixed_precision='fp16', Paceline scales losses itself; otherwise, no "
     "scaler is needed. Delete the scaler and all calls to it (scaler.scale, scaler.step, scaler.update), and call "
     "accelerator.backward(loss) and optimizer.step(). Pass scaler settings as "
     "Accelerator(kwargs_handlers=[GradScalerKwargs(...)])."

@@ -74,7 +74,7 @@ class Processes:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has called this."""
+        """Wait until every process has called this method."""
         self.strategy.barrier("wait_for_everyone")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -104,25 +104,25 @@ class Processes:
                 self.strategy.barrier(name)
 
     def on_main_process(self, function: F) -> F:
-        """Decorator that runs the function only on the main process; on other processes, it returns None."""
+        """Decorator that runs a function only on the main process; on other processes, calls return None."""
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator that runs the function only on the first process of each node; on others, it returns None."""
+        """Decorator that runs a function only on the first process of each node; elsewhere, calls return None."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator that runs the function only on the last process; on other processes, it returns None."""
+        """Decorator that runs a function only on the last process; on other processes, calls return None."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorator that runs the function only on the given process; on other processes, it returns None."""
+        """Decorator that runs a function only on the given process; on other processes, calls return None."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(function, lambda: self.process_index == (process_index or 0))
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator that runs the function only on the given process of each node; on others, it returns None."""
+        """Decorator that runs a function only on the given process of each node; elsewhere, calls return None."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == (local_process_index or 0))

@@ -125,7 +125,7 @@ class PartialState(Processes):
 
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
-        """Return the state of a strategy that is already set up. The process keeps the first such strategy."""
+        """Return the state of a strategy that has been set up. The process keeps the first strategy passed here."""
         state = object.__new__(cls)
         state._own, state._resets = strategy, _process.resets
         if _process.strategy is None:
@@ -182,11 +182,11 @@ class PartialState(Processes):
         return os.environ.get(FORKED, "0").lower() in ("1", "true")
 
     def set_device(self) -> None:
-        """Make this process's device the current one."""
+        """Make this process's device the current device."""
         kind_of(self.device).make_current(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave ``group``, or the default process group if it is None. Every process must call this."""
+        """Leave ``group``, or the default process group if ``group`` is None. Every process must call this."""
         if group is not None:
             torch.distributed.destroy_process_group(group)
         elif torch.distributed.is_initialized():
@@ -255,7 +255,7 @@ class AcceleratorState:
         Args:
             partial: the Accelerator's PartialState.
             mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or the name of another precision.
-            **plugins: the Accelerator's plugins by name.
+            **plugins: the Accelerator's plugins, keyed by name.
         """
         state = object.__new__(cls)
         mesh, sizes = getattr(partial.strategy, "mesh", None), plugins.get("parallelism_config")
@@ -272,7 +272,7 @@ class AcceleratorState:
 
     @property
     def plugins(self) -> dict[str, Any]:
-        """The plugins by name; None for each plugin that is not in use."""
+        """A dict of all plugins, keyed by name; a plugin that is not in use is None."""
         return {name: vars(self)[name] for name in _PLUGINS}
 
     @staticmethod
@@ -301,7 +301,7 @@ class AcceleratorState:
 
     @property
     def deepspeed_plugins(self) -> dict[str, Any] | None:
-        """The DeepSpeed plugin by name; None if DeepSpeed is not used."""
+        """A dict with the DeepSpeed plugin under the name ``"default"``; None if DeepSpeed is not used."""
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     def get_deepspeed_plugin(self, name: str = "default") -> Any:
@@ -309,7 +309,7 @@ class AcceleratorState:
         return (self.deepspeed_plugins or {})[name]
 
     def select_deepspeed_plugin(self, name: str = "default") -> None:
-        """Check that a plugin has this name; there is nothing to select, because there is at most one plugin."""
+        """Check that a plugin with the given name exists; with at most one plugin, there is nothing to select."""
         self.get_deepspeed_plugin(name)
 
     def __getattr__(self, name: str) -> Any:

@@ -148,7 +148,7 @@ class AcceleratorProperties(Processes):
 
     @property
     def fp8_backend(self) -> FP8BackendType | None:
-        """The package used for 8-bit products (``AO``: torchao, ``TE``: TransformerEngine); None if there is none."""
+        """The package used for 8-bit products (``AO``: torchao, ``TE``: TransformerEngine); None without fp8."""
         if self.mixed_precision != "fp8":
             return None
         return FP8BackendType.AO if self.strategy.precision.name == "fp8-mixed" else FP8BackendType.TE

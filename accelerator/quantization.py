@@ -116,8 +116,8 @@ def load_and_quantize_model(
     Args:
         model: a model with its weights or, if the weights are in files, on the meta device (``init_empty_weights``).
         bnb_quantization_config: the quantization format, and the layers that are not quantized.
-        weights_location: file or folder with the weights, as for ``load_checkpoint_and_dispatch``. These may already be
-            quantized in the chosen format. Needed only for a model on the meta device.
+        weights_location: file or folder with the weights, as for ``load_checkpoint_and_dispatch``. The weights may
+            already be quantized in the chosen format. Needed only for a model on the meta device.
         device_map: devices for the parts of a model on the meta device, as for ``load_checkpoint_and_dispatch``. None
             means the first accelerator, or the CPU if there is none. Modules that a map offloads to the CPU or to disk
             are not quantized.
@@ -147,7 +147,7 @@ def load_and_quantize_model(
     if weights_location is None:
         raise RuntimeError(
             f"{type(model).__name__} is on the meta device, so it has no weights to quantize. Pass weights_location, "
-            "the file or folder that contains them."
+            "the file or folder that contains the weights."
         )
     _replace(model, config, skipped)
     for layer in quantized_layers(model).values():

@@ -22,8 +22,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: 0 to 4294967295, the same on all processes. The seed also determines the order of shuffled loaders.
         device_specific: whether to add the rank to the seed, so that dropout, for example, differs between processes.
-        deterministic: whether to use only deterministic algorithms. Operations without such an algorithm raise an
-            error.
+        deterministic: whether to use only deterministic algorithms. Operations without a deterministic algorithm raise
+            an error.
     """
     cluster = find_cluster()
     seed_everything(seed + (cluster.rank if device_specific and cluster is not None else 0), verbose=False)
@@ -40,8 +40,8 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     """Broadcast the state of rank 0's random generator to all processes. Every process must call this.
 
     Args:
-        rng_type: ``"torch"`` (the CPU's), ``"python"``, ``"numpy"``, ``"generator"``, or a kind of device such as
-            ``"cuda"``. A kind of device has no effect if the run uses another kind.
+        rng_type: ``"torch"`` (torch's generator for the CPU), ``"python"``, ``"numpy"``, ``"generator"``, or a kind of
+            device such as ``"cuda"``. A kind of device has no effect if the run uses another kind.
         generator: the generator to synchronize if ``rng_type`` is ``"generator"``.
     """
     share_random_state(PartialState().strategy, getattr(rng_type, "value", rng_type), generator)

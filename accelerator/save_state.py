@@ -160,7 +160,7 @@ class States:
                 and tensors.
 
         Raises:
-            ValueError: some objects lack these methods; no object was registered.
+            ValueError: some objects lack these methods; in that case, no object is registered.
         """
         odd = [
             f"{index}: {type(one).__name__}"

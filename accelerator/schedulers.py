@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class AcceleratedScheduler:
     """Wraps the user's scheduler and exposes all of its attributes.
 
-    ``step()`` advances the scheduler only if its optimizers have stepped. It does nothing while gradients accumulate,
-    or after a step that was skipped because of an overflow. A finished ``OneCycleLR`` keeps its last learning rate and
-    warns.
+    ``step()`` advances the scheduler only if the scheduler's optimizers have stepped, and does nothing while gradients
+    accumulate or after a step that was skipped because of an overflow. If a finished ``OneCycleLR`` is stepped, it
+    keeps its last learning rate, and there is a warning.
 
     Args:
         with_optimizer: if False, advance on every call.

@@ -196,7 +196,7 @@ class Restored:
 
     Args:
         models: models whose weights are to be loaded; hooks may have loaded the weights of other models.
-        newer: name of a later state of the same run, or None.
+        newer: folder with a later state of the run that saved the loaded state, or None.
 
     Attributes:
         missing: descriptions of objects that only this run has (they keep their state), or that only the checkpoint
@@ -390,7 +390,7 @@ class Restored:
 def _inner(scheduler: Any) -> Any:
     """Return the scheduler that a prepared scheduler wraps.
 
-    Programs written for Accelerate may register a scheduler that is not prepared. It is returned unchanged.
+    A scheduler that is not prepared, which programs written for Accelerate may register, is returned unchanged.
     """
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
@@ -411,7 +411,7 @@ def _tell_position(index: int, loaded: LoadedPosition) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """Wrap ``load`` to return None, so that weights known to be missing are not reported."""
+    """Wrap ``load`` so that it returns None, and weights that are known to be missing are not reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

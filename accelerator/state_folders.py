@@ -149,8 +149,8 @@ class Folders:
             except OSError as error:
                 tell = messages.warn if self.strategy.is_global_zero else messages.info_anywhere
                 tell(
-                    f"{newest} was saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: "
-                    f"{error}. Delete the older folder yourself."
+                    f"{newest} was saved, but the older state {state.parent} (beyond total_limit={limit}) could not be "
+                    f"deleted: {error}. Delete the older state's folder yourself."
                 )
 
 
@@ -203,7 +203,7 @@ def _nothing_in(where: Location) -> str:
 
 
 def newer_of_its_run(state: Location) -> str | None:
-    """Return the folder of a later state of the same run in the same parent folder, or None if there is none."""
+    """Return a folder next to this state's folder that holds a later state of its run, or None if there is none."""
     own = manifest.read_or_none(state)
     if own is None:
         return None
@@ -238,7 +238,7 @@ class HookFiles:
     """Makes the files that hooks write appear together with a state, or not at all.
 
     Hooks write to a hidden folder inside the state's folder. Just before the state is renamed into place, the
-    files are moved to the state's folder. Files that they replace are kept in the hidden folder until the state is
+    files are moved to the state's folder. The files that they replace are kept in the hidden folder until the state is
     complete; see :func:`settle_files`. Every rank must create this object.
 
     Args:

@@ -29,11 +29,12 @@ _NAMES: dict[str, Literal["16-mixed", "bf16-mixed"]] = {"fp16": "16-mixed", "bf1
 
 @dataclass(frozen=True)
 class Choice:
-    """The arguments of an Accelerator that determine its Strategy; ``settings`` fill in None values.
+    """The arguments of an Accelerator that determine its Strategy; ``settings`` replace values that are None.
 
     Attributes:
         deepspeed_plugin: a plugin, or a dict that contains one.
-        settings: values by name; ``mixed_precision``, ``cpu`` and ``strategy`` already include arguments set in code.
+        settings: values of settings, keyed by name; ``mixed_precision``, ``cpu`` and ``strategy`` already include
+            arguments set in code.
     """
 
     handlers: Handlers = field(default_factory=Handlers)
@@ -173,12 +174,12 @@ def _check_handlers(handlers: Handlers, word: str | None) -> None:
     if handlers.float8 is not None and word != "fp8":
         raise ValueError(
             f"{type(handlers.float8).__name__} has no effect with mixed_precision={word or 'no'!r}. Set "
-            "mixed_precision='fp8', or leave the recipe out."
+            f"mixed_precision='fp8', or leave {type(handlers.float8).__name__} out."
         )
 
 
 def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:
-    """Return DeepSpeed's own 16-bit mode, or None if none is enabled. Raise an error if ``word`` contradicts it."""
+    """Return DeepSpeed's own 16-bit mode, or None if none is enabled. Raise an error if ``word`` contradicts that."""
     config = plugin.read()
     found = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
     if found is None:

@@ -218,7 +218,8 @@ class Trackers(list[GeneralTracker]):
 
         Args:
             values: numbers, single-element tensors, and other values that the trackers support. Paceline's trackers
-                skip None. All processes must call this if a value comes from a sharded tensor (a norm under FSDP).
+                skip values that are None. All processes must call this if a value comes from a sharded tensor (a norm
+                under FSDP).
             step: position on the x-axis.
             log_kwargs: additional arguments for :meth:`GeneralTracker.log`, keyed by tracker name.
 
@@ -234,7 +235,7 @@ class Trackers(list[GeneralTracker]):
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker with the given name, or the object that it wraps if ``unwrap`` is True.
+        """Return the tracker with the given name, or the object that the tracker wraps if ``unwrap`` is True.
 
         On processes without this tracker, the returned object accepts every call and does nothing.
 
@@ -276,7 +277,8 @@ class Trackers(list[GeneralTracker]):
 
         Args:
             states: result of :meth:`state_dict`.
-            newer: a later checkpoint of the same run, or None. If it is not None, logging continues as a new run.
+            newer: folder with a later state of the run that saved ``states``, or None. If there is one, logging
+                continues as a new run.
         """
         if not messages.is_rank_zero():
             return
@@ -302,7 +304,7 @@ class Trackers(list[GeneralTracker]):
         names = [*_classes, *wanted]
         for name in options:
             if name not in names:
-                raise ValueError(messages.unknown(f"tracker in {what}", name, dict.fromkeys(names)))
+                raise ValueError(messages.unknown(f"{what} tracker", name, dict.fromkeys(names)))
             if name not in wanted:
                 messages.ignored(what, "log_with does not include this tracker", **{name: "..."})
 

@@ -163,7 +163,7 @@ class Windows:
         return lost
 
     def _window(self, entry: Mapping[str, Any]) -> Window | None:
-        """Return the window for the models of a saved entry, or None if this run does not have all of them."""
+        """Return the window for the models of a saved entry, or None if this run does not have all of these models."""
         models = entry["models"]
         if models is None:
             window = self.state.window

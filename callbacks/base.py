@@ -1,10 +1,11 @@
 """The callback hooks: when and on which ranks each one is called, what it may do, and in which order they run.
 
 ``FIT_PSEUDO_CODE`` shows the order of the hooks in a fit. It is valid Python: a test executes it and compares the order
-of its calls with real fits, so it cannot drift from the implementation. Each line calls a hook on everything that
-defines it: first the callbacks, in order, then the module. For ``setup``, ``teardown`` and ``prepare_data``, the
-``DataModule`` comes before both. There is one exception: callbacks that monitor metrics (``ModelCheckpoint``,
-``EarlyStopping``) run ``on_train_epoch_end`` after the module, so that they see the values that the module logs there.
+of its calls with the order in real fits, so that the pseudo-code cannot drift from the implementation. Each line calls
+a hook on every object that defines the hook: first on the callbacks, in the order of ``trainer.callbacks``, then on the
+module. For ``setup``, ``teardown`` and ``prepare_data``, the ``DataModule`` comes before the callbacks. There is one
+exception: callbacks that monitor metrics (``ModelCheckpoint``, ``EarlyStopping``) run ``on_train_epoch_end`` after the
+module, so that they see the values that the module logs in its own ``on_train_epoch_end``.
 
 When batches are prefetched (on a GPU, or when a loader has no length), the three transfer hooks run one batch ahead.
 """
@@ -127,7 +128,7 @@ class Callback:
     skips_together: bool = False
     """Whether this callback's :meth:`around_training_step` checks each loss and skips a batch on all ranks or none.
 
-    If so, ``training_step`` may return None on some ranks, and no other check warns about a loss that is not finite.
+    If True, ``training_step`` may return None on some ranks, and no other check warns about a loss that is not finite.
     """
 
     runs_in_trials: bool = False
@@ -161,7 +162,7 @@ class Callback:
         return f"{type(self).__qualname__}{kwargs!r}"
 
     def _undefine(self, base: type, *hooks: str) -> None:
-        """Disable hooks of ``base`` that would do nothing on this instance. Keep hooks that a subclass overrides."""
+        """Disable ``hooks``, which would do nothing on this instance, unless a subclass of ``base`` overrides them."""
         for hook in hooks:
             if overridden(self, hook, base) is None:
                 setattr(self, hook, None)
@@ -184,16 +185,17 @@ class Callback:
         """Called last, even after an exception. The hook may release the callback's resources. It must not raise."""
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Called when an exception or Ctrl-C ends the run. Each rank that fails calls it on its own.
+        """Called when an exception or Ctrl-C ends the run. Each rank that fails calls the hook independently.
 
         The hook may save a checkpoint: after an exception, ``trainer.save_checkpoint`` does not wait for other ranks
-        (rank 0 writes the file; a sharded model cannot be saved). It must not call any collective itself.
+        (rank 0 writes the file; a sharded model cannot be saved). The hook must not call any collective itself.
         """
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called once per fit, when the module is on its device and the optimizers exist.
 
-        The hook may change both. A resume restores the optimizers' state after this hook. The hook must not log.
+        The hook may change the module and the optimizers. A resume restores the optimizers' state after this hook. The
+        hook must not log.
         """
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -215,9 +217,9 @@ class Callback:
         """
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called before the first epoch of a fit. When a fit resumes, the counters are already restored.
+        """Called before the first epoch of a fit. A resume has already restored the counters and the optimizers.
 
-        The hook may log, and change optimizers, which a resume has already restored.
+        The hook may log values and may change the optimizers.
         """
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -229,13 +231,14 @@ class Callback:
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called before an epoch's first batch is fetched.
 
-        The hook may log, and change optimizers, loaders and ``trainer.accumulate_grad_batches``.
+        The hook may log values and may change the optimizers, the loaders and ``trainer.accumulate_grad_batches``.
         """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Called after each epoch's last batch (and validation). ``callback_metrics`` contains the epoch's metrics.
+        """Called at the end of each epoch, after its last batch and after any validation that follows that batch.
 
-        The hook may log, read ``trainer.callback_metrics`` and save a checkpoint.
+        The hook may log values, read ``trainer.callback_metrics`` (which contains the epoch's metrics) and save a
+        checkpoint.
         """
 
     def on_train_batch_start(
@@ -251,7 +254,7 @@ class Callback:
     ) -> None:
         """Called after each training batch: after its optimizer step, scheduler steps and ``zero_grad``.
 
-        Callbacks come before the module, and ``ModelCheckpoint`` comes after both, so it saves what they changed.
+        Callbacks come before the module, and ``ModelCheckpoint`` comes after both, so it saves their changes.
         ``outputs`` is the result of ``training_step`` as a dict. Its loss is a detached scalar of shape () and is not
         divided by ``accumulate_grad_batches``. ``outputs`` is None if the batch was skipped. Gradients are already
         cleared, so read them in ``on_before_optimizer_step``. The hook may log, save a checkpoint and stop the run. It
@@ -268,9 +271,9 @@ class Callback:
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the backward pass of each micro-batch.
 
-        Gradients can still be scaled (fp16), sharded or not yet averaged. FSDP keeps them elsewhere (``parameter.grad``
-        is None) before the last micro-batch of a window, and DeepSpeed always does. The hook may read them and log. It
-        must not clear them or step an optimizer.
+        Gradients may still be scaled (fp16), sharded or not yet averaged. FSDP keeps them elsewhere (``parameter.grad``
+        is None) until the last micro-batch of an accumulation window; DeepSpeed always keeps them elsewhere. The hook
+        may log values and read the gradients. It must not clear the gradients or step an optimizer.
         """
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
@@ -286,13 +289,13 @@ class Callback:
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called right after the optimizer step, before the gradients are cleared.
 
-        The hook may log, and read the clipped gradients that the step used.
+        The hook may log values and may read the clipped gradients that the step used.
         """
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when validation starts, in eval mode and with gradients disabled.
 
-        The hook may log, and swap weights (put them back in :meth:`on_validation_end`). It must not train.
+        The hook may log values and may swap the weights (restore them in :meth:`on_validation_end`). It must not train.
         """
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -307,7 +310,7 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the last validation batch of all loaders.
 
-        The hook may log: the values are added to the epoch's metrics.
+        The hook may log values, which are added to the epoch's metrics.
         """
 
     def on_validation_batch_start(
@@ -315,7 +318,7 @@ class Callback:
     ) -> None:
         """Called before each validation batch, which is already on the device.
 
-        The hook may log, and change the batch in place.
+        The hook may log values and may change the batch in place.
         """
 
     def on_validation_batch_end(
@@ -329,13 +332,13 @@ class Callback:
     ) -> None:
         """Called after each validation batch; ``outputs`` is what ``validation_step`` returned.
 
-        The hook may log, and keep ``outputs``.
+        The hook may log values and may keep ``outputs``.
         """
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when testing starts, in eval mode and with gradients disabled.
 
-        The hook may log, and swap weights (put them back in :meth:`on_test_end`). It must not train.
+        The hook may log values and may swap the weights (restore them in :meth:`on_test_end`). It must not train.
         """
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -350,7 +353,7 @@ class Callback:
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the last test batch of all loaders.
 
-        The hook may log: the values are added to the epoch's metrics.
+        The hook may log values, which are added to the epoch's metrics.
         """
 
     def on_test_batch_start(
@@ -358,7 +361,7 @@ class Callback:
     ) -> None:
         """Called before each test batch, which is already on the device.
 
-        The hook may log, and change the batch in place.
+        The hook may log values and may change the batch in place.
         """
 
     def on_test_batch_end(
@@ -372,13 +375,13 @@ class Callback:
     ) -> None:
         """Called after each test batch; ``outputs`` is what ``test_step`` returned.
 
-        The hook may log, and keep ``outputs``.
+        The hook may log values and may keep ``outputs``.
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when prediction starts, in eval mode and with gradients disabled.
 
-        The hook may swap weights (put them back in :meth:`on_predict_end`). It must not train or log.
+        The hook may swap the weights (restore them in :meth:`on_predict_end`). It must not train or log.
         """
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -422,9 +425,9 @@ class Callback:
         """
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Called when the contents of a checkpoint have been collected, before it is written.
+        """Called when the contents of a checkpoint have been collected, before the checkpoint is written.
 
-        The hook may add plain data and tensors to it. It must not train.
+        The hook may add plain data and tensors to ``checkpoint``. It must not train.
         """
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
@@ -437,9 +440,9 @@ class Callback:
         """Return a function that the trainer calls instead of ``step``. Called once, when training starts.
 
         The returned function receives ``(batch, batch_idx)`` and runs before the backward pass. It may call ``step``,
-        read its output and return a different one; with automatic optimization, returning None skips the batch. It must
-        not call backward. This hook is not supported with ``Trainer(compile="step")``, which compiles the step into a
-        single graph.
+        read the output and return a different output; with automatic optimization, returning None skips the batch. It
+        must not call backward. This hook is not supported with ``Trainer(compile="step")``, which compiles the step
+        into a single graph.
         """
         return step
 
@@ -459,15 +462,15 @@ class Callback:
         return None
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
-        """Called on all ranks when the signal ``name`` ends a fit, unless another callback has saved this step.
+        """Called on all ranks when the signal ``name`` ends a fit, unless another callback has already saved the step.
 
         The hook may save a checkpoint.
         """
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Return True if this callback saved ``step`` in a file that a fit can resume from.
+        """Return True if this callback has saved a checkpoint of step ``step`` that a fit can resume from.
 
-        If ``weights`` is True, a weights-only file is enough.
+        If ``weights`` is True, a weights-only checkpoint is enough.
         """
         return False
 
@@ -484,8 +487,8 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 
     Attributes:
         path: the checkpoint.
-        own: True if this run wrote the checkpoint, so everything in it is restored; False if the fit started from the
-            checkpoint and therefore starts over.
+        own: True if this run wrote the checkpoint, in which case everything in it is restored; False if the fit started
+            from the checkpoint and therefore starts over.
         blamed: epoch and index of the batch to skip when it comes up again, or None.
     """
 
@@ -500,8 +503,8 @@ class Rollback(Exception):  # noqa: N818 - a request, not an error
 def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
     """Return the method ``name`` if a subclass of ``base`` or the instance defines it, else None.
 
-    A value of None, on the class or on the instance, means "not overridden". So does an instance attribute that holds a
-    default method, whether of this object or of another.
+    A value of None, on the class or on the instance, means "not overridden". An instance attribute that holds a default
+    method, whether of this object or of another one, means the same.
 
     Args:
         owner: a callback, module, DataModule or any other object.

@@ -52,9 +52,9 @@ class CheckpointKeeper(Checkpoint):
 
     Subclasses may override four methods, which have the same names and arguments as in Lightning:
     ``_monitor_candidates`` collects the values by which files can be ranked and named; ``_update_best_and_save`` ranks
-    and writes a file with a score; ``_save_checkpoint`` writes each file; and ``_remove_checkpoint`` deletes a file.
-    ``_remove_checkpoint`` is called only on rank 0, but the two methods that write are called on every rank. A file
-    that an override writes is never written in the background.
+    a file that has a score and writes it; ``_save_checkpoint`` writes each file; and ``_remove_checkpoint`` deletes a
+    file. ``_remove_checkpoint`` is called only on rank 0, but the two methods that write are called on every rank. A
+    file that an override writes is never written in the background.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -110,7 +110,7 @@ class CheckpointKeeper(Checkpoint):
 
     @property
     def dirpath(self) -> str | None:
-        """The absolute path of the checkpoint folder; None until a fit has chosen it. Set it before the fit."""
+        """The absolute path of the checkpoint folder; None until a fit has chosen it. May be set before a fit."""
         return self._files.folder or None
 
     @dirpath.setter
@@ -123,7 +123,7 @@ class CheckpointKeeper(Checkpoint):
             self._prepare(trainer)
 
     def _prepare(self, trainer: Trainer) -> None:
-        """Choose the folder and this run's mark. Called on every rank."""
+        """Choose the checkpoint folder and the ID by which the run recognizes its own files. Called on every rank."""
         files = self._files
         files.folder = trainer.strategy.broadcast(self._folder(trainer))
         if self.save_last == "link" and storage.is_remote(files.folder):
@@ -166,16 +166,16 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Return False if nothing may be saved: with ``fast_dev_run``, in a sanity check or in the first batch."""
+        """Return False if nothing may be saved: in the first batch, in a sanity check, and with ``fast_dev_run``."""
         begun = trainer.global_step > 0 or trainer.state.batches > 0
         return begun and not trainer.fast_dev_run and not trainer.sanity_checking
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
-        """Write a file for this step if it belongs in the ranking, then write ``last``, and notify the loggers.
+        """Write a file for this step if it belongs in the ranking, then the ``last`` file, and notify the loggers.
 
         Args:
             trainer: the trainer of the fit.
-            ranked: whether to write a ranked file; False writes only ``last``.
+            ranked: whether to write a ranked file; False writes only the ``last`` file.
             scored: whether the monitored metric was computed with the current weights.
             background: if True, follow ``async_save``; if False, wait until the files are on disk.
         """
@@ -206,7 +206,7 @@ class CheckpointKeeper(Checkpoint):
             self._tell(trainer, "")
 
     def save_after(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save the current step in an unranked file and in ``last`` after an exception has ended the fit.
+        """Save the current step in an unranked file and in the ``last`` file after an exception has ended the fit.
 
         If saving fails, only warn, so that the original exception is not hidden.
         """
@@ -226,15 +226,15 @@ class CheckpointKeeper(Checkpoint):
             messages.warn(f"The state could not be saved after the {what}: {error}")
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Return True if this step was saved in a file that a fit can resume from or, with ``weights``, in any file."""
+        """Return True if ``step`` was saved in a file that a fit can resume from (with ``weights``, in any file)."""
         return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the current step on all ranks when the signal ``name`` ends the fit, unless the step is already saved.
 
-        Only one file is written, because time may be short: ``last``, if the run keeps one. Otherwise, without a
-        monitor, the new file replaces the previous one as usual. With a monitor, the file is not ranked, and it is
-        deleted once the resumed run has saved again.
+        Only one file is written, because time may be short. If the run keeps a ``last`` file, that file is written.
+        Otherwise, without a monitor, the new file replaces the previous one as usual; with a monitor, the new file is
+        not ranked, and it is deleted once the resumed run has saved again.
         """
         step = trainer.global_step
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
@@ -303,7 +303,7 @@ class CheckpointKeeper(Checkpoint):
         self._rank()
 
     def _score_late(self, score: Tensor | None) -> bool:
-        """Set the score of this step's file if the file was written before validation; return True if so."""
+        """Add the score to this step's file if the file was written before validation; return True if it was added."""
         if score is None or not torch.isnan(self.best_k_models.get(self._saved_path, self._worst)):
             return False
         self.best_k_models[self._saved_path] = score
@@ -397,7 +397,7 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _save_by_program(self, trainer: Trainer, paths: list[str], after: Callable[[], object]) -> None:
-        """Call :meth:`_save_checkpoint` for each file. Used if it or ``Trainer.save_checkpoint`` is overridden."""
+        """Call :meth:`_save_checkpoint` for each file, because it or ``Trainer.save_checkpoint`` is overridden."""
         for path in paths:
             self._save_checkpoint(trainer, path)
         if trainer.is_global_zero:
@@ -408,13 +408,16 @@ class CheckpointKeeper(Checkpoint):
         trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
-        """Return ``path``, marked as a path that must not exist yet unless it is one of the ``replaced`` files."""
+        """Return ``path``, marked as one that must not exist yet if the save may not overwrite a file there.
+
+        A save may overwrite the ``replaced`` files and, without ``enable_version_counter``, any file.
+        """
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
     def _saved(self, trainer: Trainer, paths: Sequence[str], replaced: Iterable[str], link: str = "") -> None:
         """Delete the replaced files once the new ones are on disk. Called on rank 0, possibly in a thread.
 
-        If ``link`` is given, it first becomes a link to the new file.
+        If ``link`` is given, a link to the new file is created at that path first.
         """
         if link:
             put_link(Path(link), Path(paths[0]))
@@ -429,7 +432,7 @@ class CheckpointKeeper(Checkpoint):
 
     @staticmethod
     def _protected(trainer: Trainer) -> str | None:
-        """Return the file that the fit resumed from if the user passed its path, not a keyword such as ``"last"``."""
+        """Return the file that the fit resumed from if the user passed a path; None for keywords such as ``"last"``."""
         path = trainer.ckpt_path
         return None if not path or path == str(trainer.current_run.newest) else storage.absolute(path)
 
@@ -496,9 +499,10 @@ class CheckpointKeeper(Checkpoint):
         return storage.absolute(storage.join(root, "checkpoints"))
 
     def _values(self, trainer: Trainer, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values for ranking and file names, alike on all processes, on the CPU. This waits for the device.
+        """Return the values for ranking and file names as CPU tensors, the same on all processes. Waits for the device.
 
-        They are rank 0's or, with a ``monitor``, the means of the processes' values where these differ.
+        Without a ``monitor``, they are rank 0's values. With a ``monitor``, a value that differs between processes is
+        replaced by its mean.
         """
         wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
         wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
@@ -510,7 +514,7 @@ class CheckpointKeeper(Checkpoint):
             messages.warn_once(
                 f"ModelCheckpoint(filename={self.filename!r}) uses values that have not been logged yet "
                 f"({messages.names(missing, last='and')}), so the file name contains nan. Log these values, or use "
-                f"{messages.names(sorted(logged))}."
+                f"values that have been logged: {messages.names(sorted(logged))}."
             )
         if self._alone or self.monitor is None:
             return self._agreed(trainer, values)
@@ -566,7 +570,7 @@ class CheckpointKeeper(Checkpoint):
             self._adopt(self._loading, state_dict)
 
     def _adopt(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        """Take over the resumed run's files at their current location."""
+        """Take over the resumed run's files, wherever they are now."""
         self._inherited = self._loading = None
         self._files.mark = self._files.mark or trainer.strategy.broadcast(uuid.uuid4().hex)
         scores = state["best_k_models"]

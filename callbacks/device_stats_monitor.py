@@ -79,7 +79,7 @@ class DeviceStatsMonitor(Callback):
             )
         for key in sorted(self._filter_keys or ()):
             if stats and key not in stats:
-                raise ValueError(messages.unknown("key in DeviceStatsMonitor(filter_keys)", key, stats))
+                raise ValueError(messages.unknown("DeviceStatsMonitor(filter_keys=...) key", key, stats))
 
 
 def device_stats(device: torch.device) -> dict[str, float]:
@@ -88,7 +88,7 @@ def device_stats(device: torch.device) -> dict[str, float]:
 
 
 def cpu_stats() -> dict[str, float]:
-    """Return the machine's load and memory in percent and this process's memory in bytes. Requires psutil."""
+    """Return the machine's load and memory use in percent and this process's memory in bytes. Requires psutil."""
     psutil = _psutil()
     return {
         "cpu_percent": psutil.cpu_percent(),

@@ -32,7 +32,7 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Monitor a logged metric and stop training when it has not improved for ``patience`` checks.
 
-    If each process logs its own value, their mean is used.
+    If the processes log different values, the mean of these values is used.
 
     Args:
         monitor: name of the metric, as passed to ``self.log``.
@@ -242,7 +242,7 @@ def check_mode(who: str, mode: str) -> None:
     """Raise unless ``mode`` is ``"min"`` or ``"max"``."""
     if mode not in ("min", "max"):
         raise ValueError(
-            f"{messages.unknown(f'mode of {who}', mode, ('min', 'max'))} "
+            f"{messages.unknown(f'{who} mode', mode, ('min', 'max'))} "
             "The mode says whether smaller or larger values of the metric are better."
         )
 
@@ -254,8 +254,8 @@ def check_direction(who: str, monitor: str | None, mode: str) -> None:
     words = words_in(monitor)
     if not words.isdisjoint(_HIGHER.split()) and words.isdisjoint(_LOWER.split()):
         messages.warn_once(
-            f"{who}(monitor={monitor!r}, mode='min') treats the lowest {monitor!r} as the best, but its name suggests "
-            "that higher is better. Pass mode='max', or rename the metric."
+            f"{who}(monitor={monitor!r}, mode='min') treats the lowest {monitor!r} as the best, but the metric's name "
+            "suggests that higher is better. Pass mode='max', or rename the metric."
         )
 
 
@@ -273,14 +273,14 @@ _LOWER = (
 
 
 def value_of_all(values: list[Tensor]) -> Tensor:
-    """Return the value of a metric that all processes judge: their common value, or the mean if their values differ."""
+    """Return the value of a metric for all processes: their common value, or the mean if their values differ."""
     if all(value == values[0] for value in values):
         return values[0]
     return torch.stack(values).double().mean().to(values[0].dtype)
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
-    """Return True if all metrics are known when an epoch ends: validation runs exactly then, or not at all."""
+    """Return True if all metrics are known when an epoch ends, because validation runs exactly then or not at all."""
     if not trainer.enable_validation:
         return True
     if trainer.check_val_every_n_epoch != 1 or trainer.val_check_seconds is not None:
@@ -292,7 +292,7 @@ def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
 def never_logged(who: str, monitor: str, logged: Iterable[str], validates: bool = True) -> str:
     """Return the error message for a monitored metric that was not logged. It lists what was logged and suggests a fix.
 
-    ``validates``: whether the fit runs validation. If not, the metric is probably logged in validation hooks.
+    ``validates``: whether the fit runs validation. If it does not, the metric is probably logged in validation hooks.
     """
     logged = sorted(logged)
     there = f"Logged so far: {messages.names(logged, last='and')}." if logged else "Nothing has been logged so far."

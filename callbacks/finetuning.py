@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class BaseFinetuning(Callback):
-    """Freeze layers before the optimizers are created, and add them to an optimizer at a chosen epoch.
+    """Freeze layers before the optimizers are created; unfreeze them and add them to an optimizer at a chosen epoch.
 
-    Subclass it and define :meth:`freeze_before_training` and :meth:`finetune_function`. In ``configure_optimizers``,
-    pass only the trainable parameters: ``[p for p in self.parameters() if p.requires_grad]``.
+    Subclass this class and define :meth:`freeze_before_training` and :meth:`finetune_function`. In
+    ``configure_optimizers``, pass only the trainable parameters: ``[p for p in self.parameters() if p.requires_grad]``.
 
     A checkpoint records by name which parameters were added and which are frozen. A resumed run has the same parameter
     groups, and ``finetune_function`` still runs once per epoch. Schedulers also change the learning rate of a new
-    group, in proportion to the first group's.
+    group, in proportion to that of the first group.
 
     Example:
         >>> class UnfreezeEncoder(BaseFinetuning):
@@ -133,8 +133,8 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             messages.warn(
                 f"The optimizer already contains {len(params) - len(new)} of the {len(params)} parameters to "
-                "unfreeze. These stay in their groups. Pass the optimizer only the parameters that are trainable "
-                "from the start: [p for p in self.parameters() if p.requires_grad]."
+                "unfreeze. These parameters stay in their groups. Pass the optimizer only the parameters that are "
+                "trainable from the start: [p for p in self.parameters() if p.requires_grad]."
             )
         return new
 
@@ -239,8 +239,8 @@ class BaseFinetuning(Callback):
         if unknown:
             raise ValueError(
                 f"{type(self).__name__}.finetune_function added a parameter of shape {unknown[0]} that does not belong "
-                f"to {type(pl_module).__name__}, so a resumed run could not find it. Assign its layer to an "
-                "attribute of the module."
+                f"to {type(pl_module).__name__}, so a resumed run could not find the parameter. Assign the layer "
+                "that contains it to an attribute of the module."
             )
         return [[names[id(p)] for p in group["params"]] for group in groups]
 
@@ -299,7 +299,7 @@ def double(epoch: int) -> float:
 class BackboneFinetuning(BaseFinetuning):
     """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to match the other layers'.
 
-    The module needs a ``backbone`` attribute, an ``nn.Module`` created in ``__init__``, and optimizers for the
+    The module needs a ``backbone`` attribute (an ``nn.Module`` created in ``__init__``) and optimizers for the
     parameters that are trainable from the start. The backbone is added to the first optimizer.
 
     Args:
@@ -312,7 +312,7 @@ class BackboneFinetuning(BaseFinetuning):
         initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Pass at most one of the three
             learning rate arguments.
         train_bn: train the backbone's BatchNorm layers from the start, while its other layers are frozen. If False,
-            they stay frozen throughout.
+            the BatchNorm layers stay frozen throughout.
         verbose: report the learning rates at the start of each epoch.
         rounding: number of decimals in the reported learning rates.
 
@@ -361,7 +361,8 @@ class BackboneFinetuning(BaseFinetuning):
         if stage == "fit" and not isinstance(backbone, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} needs {type(pl_module).__name__}.backbone to be an nn.Module when the fit "
-                f"begins, but found {backbone!r}. Create it in __init__, or subclass BaseFinetuning for other layers."
+                f"begins, but found {backbone!r}. Create the backbone in __init__, or subclass BaseFinetuning for "
+                "other layers."
             )
         super().setup(trainer, pl_module, stage)
 

@@ -45,8 +45,9 @@ class GarbageCollection(Callback):
 
     Args:
         every_n_steps: optimizer steps between two collections of new objects. One collection in ten, and an additional
-            one at the end of each epoch, scans all objects that are not frozen, if their number has grown by a quarter.
-            If None, this callback only freezes objects, and Python decides when to collect.
+            one at the end of each epoch, scans all objects that are not frozen, but only if their number has grown by a
+            quarter since the last full scan. If None, this callback only freezes objects, and Python decides when to
+            collect.
         freeze: after the first step, run a full collection and freeze the remaining objects. If objects were frozen
             before the fit, they stay frozen and no others are frozen. This is the case in forked ranks
             (``"ddp_notebook"``), where all objects that existed at the fork are frozen.
@@ -64,8 +65,8 @@ class GarbageCollection(Callback):
             )
         if every_n_steps is None and not freeze:
             raise ValueError(
-                "GarbageCollection(every_n_steps=None, freeze=False) would do nothing. Pass a number of steps or "
-                "freeze=True, or remove the callback."
+                "GarbageCollection(every_n_steps=None, freeze=False) would do nothing. Pass a number for "
+                "every_n_steps, pass freeze=True, or remove the callback."
             )
         self.every_n_steps = every_n_steps
         self.freeze = freeze
@@ -169,7 +170,10 @@ class _ProcessCollector:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """If ``on``, make Python collect only as a last resort; else restore its thresholds once no fit needs this."""
+        """If ``on``, raise the thresholds so that Python collects only as a last resort.
+
+        Otherwise, restore the thresholds once no fit needs the raised ones.
+        """
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()

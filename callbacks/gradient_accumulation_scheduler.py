@@ -74,8 +74,8 @@ class GradientAccumulationScheduler(Callback):
         if not pl_module.automatic_optimization:
             raise RuntimeError(
                 f"{type(pl_module).__name__}.automatic_optimization is False, so its training_step decides when to "
-                f"step and GradientAccumulationScheduler({self.scheduling}) would have no effect. Remove the callback, "
-                "or use automatic optimization."
+                f"step, and GradientAccumulationScheduler({self.scheduling}) would have no effect. Remove the "
+                "callback, or use automatic optimization."
             )
         own = [hook for hook in ("optimizer_step", "optimizer_zero_grad") if overridden(pl_module, hook) is not None]
         if own and self.going_to_accumulate_grad_batches():

@@ -27,7 +27,7 @@ class HangDetector(Callback):
     A thread on each rank compares the counters, so there is no cost per batch. A new batch, optimizer step, epoch or
     stage counts as progress. Other operations do not: preparing data, the first batch of a compiled model, a
     checkpoint, a slow hook. Choose a timeout well above the longest of these operations. A rank inside native code that
-    holds the GIL cannot respond. The report says so, and the launcher stops the rank.
+    holds the GIL cannot respond. The report lists such a rank as not responding, and the launcher stops it.
 
     Args:
         timeout_seconds: how long the counters may stay unchanged.

@@ -36,7 +36,7 @@ class LossGuard(Callback):
 
     A loss is bad if it is NaN or infinite, or if it is worse than the mean of the last ``window`` good losses by at
     least ``rtol`` times that mean and by at least ``atol``. With several processes, their mean loss is checked, so they
-    all decide alike, just as a single process with all the data would decide.
+    all make the decision that a single process with all the data would make.
 
     *Actions.* ``"skip"`` skips the batch as if it were not in the data: it produces no gradients, is not counted in the
     accumulation window, and causes no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's RNG
@@ -47,14 +47,14 @@ class LossGuard(Callback):
     restores, and skips the batch when it is read again. If the weights are not finite, it skips the previous batch
     instead, because that batch's gradient must have damaged them. If another batch then has a bad loss, the run first
     goes back one more checkpoint, because the weights may have been damaged earlier; it skips the other batch only if
-    this does not help. If this run has not saved yet, it restarts from its ``ckpt_path``.
+    this does not help. If this run has not saved a checkpoint yet, it restarts from its ``ckpt_path``.
 
     ``"raise"`` stops the run with an error.
 
-    *Cost.* The loss is read before the backward pass starts. On an accelerator, the host waits there for the forward
-    pass, but not for the backward pass or the step, which still run while the next batch is prepared. Buffers that
-    change during training are copied in each step. With several processes, two numbers per batch are averaged across
-    processes on the CPU.
+    *Cost.* The loss is read before the backward pass starts. On an accelerator, the host waits at that point for the
+    forward pass, but not for the backward pass or the step, which still run while the next batch is prepared. Buffers
+    that change during training are copied in each step. With several processes, two numbers per batch are averaged
+    across processes on the CPU.
 
     Manual optimization, ``training_step(dataloader_iter)`` and strategies that run a step in micro-batches are not
     supported.
@@ -66,8 +66,8 @@ class LossGuard(Callback):
         atol: smallest distance of a bad loss from the running mean; None means any distance.
         rtol: smallest distance as a multiple of the running mean; None means any distance. If both are None, only
             non-finite losses are bad.
-        exclude_batches_path: JSON file that lists bad batches. It is read when a fit starts, and the batches in it are
-            skipped without running them. It is valid only for one order of the data (seed and batch size).
+        exclude_batches_path: JSON file that lists bad batches. The file is read when a fit starts, and the batches in
+            it are skipped without being run. It is valid only for one order of the data (seed and batch size).
         finite_only: whether a non-finite loss is bad.
         action: ``"skip"``, ``"rollback"`` or ``"raise"``.
         max_events: number of bad batches to allow; one more stops the run with an error. None means no limit.
@@ -101,7 +101,7 @@ class LossGuard(Callback):
     ) -> None:
         check_mode("LossGuard", mode)
         if action not in ACTIONS:
-            raise ValueError(messages.unknown("action of LossGuard", action, ACTIONS))
+            raise ValueError(messages.unknown("LossGuard action", action, ACTIONS))
         for name, value, least in (("window", window, 1), ("warmup", warmup, 0), ("max_events", max_events, 0)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"LossGuard: {name}={value!r} must be a whole number of at least {least}.")
@@ -262,12 +262,12 @@ class _WayBack:
     """Chooses the checkpoint to go back to.
 
     Weights are known to be good once a loss computed with them was good. The newest file with such weights is chosen
-    or, if there is none, the newest file whose weights have no loss yet. If there is no such file either, the file that
-    the fit started from is chosen.
+    or, if there is none, the newest file for whose weights no loss has been computed yet. If there is no such file
+    either, the file that the fit started from is chosen.
 
     Attributes:
         last_good: number of optimizer steps before the last good loss, and the epoch and index of its batch; -1 for
-            each of them if there is no good loss yet.
+            each of them if there has been no good loss yet.
     """
 
     def __init__(self) -> None:
@@ -404,7 +404,7 @@ class _Before:
 
 
 def _why_not(trainer: Trainer, module: TrainingModule) -> str:
-    """Return why a batch's loss cannot be checked before its backward pass; empty if it can."""
+    """Return why a batch's loss cannot be checked before its backward pass; an empty string if it can."""
     if not module.automatic_optimization:
         return f"manual optimization, which {type(module).__name__} uses"
     if next(iter(inspect.signature(module.training_step).parameters), "") == "dataloader_iter":
@@ -450,7 +450,10 @@ def _read(path: str) -> dict[tuple[int, int], dict[str, Any]]:
 
 
 def _write(path: str, batches: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
-    """Replace the file atomically. JSON has no non-finite numbers, so a non-finite loss is written as a string."""
+    """Write the bad batches to the file at ``path``, which is replaced atomically.
+
+    JSON has no non-finite numbers, so a non-finite loss is written as a string.
+    """
     listed = [
         {"epoch": epoch, "batch": batch, **about, "loss": loss if math.isfinite(loss := about["loss"]) else str(loss)}
         for (epoch, batch), about in sorted(batches.items())

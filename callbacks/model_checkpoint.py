@@ -30,8 +30,8 @@ class ModelCheckpoint(CheckpointKeeper):
 
     *When.* A checkpoint is saved every ``every_n_epochs`` epochs, every ``every_n_train_steps`` optimizer steps, or
     every ``train_time_interval``; if none of the three is set, after every epoch. To save at several intervals, use
-    several instances. A step is saved only once, and nothing is saved before the first step, in a sanity check, or with
-    ``fast_dev_run``.
+    several instances. A step is saved only once, and nothing is saved before the first step, during a sanity check, or
+    with ``fast_dev_run``.
 
     *Which.* Without ``monitor``, the newest checkpoint (``save_top_k=1``) or all of them (``-1``) are kept. With
     ``monitor``, the ``save_top_k`` best ones are kept. A file with a NaN score ranks last and is never
@@ -41,8 +41,9 @@ class ModelCheckpoint(CheckpointKeeper):
     weights. The ranked file is therefore written after the next validation, with the metric of the weights that it
     contains. Only ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
 
-    *Deletion.* A file is deleted only after its successor is safely on disk, and only if it is in ``dirpath``, this run
-    wrote it (possibly before a resume, because each file records its run), and the run was not resumed from it.
+    *Deletion.* A file is deleted only after its successor is safely on disk. In addition, the file must be in
+    ``dirpath``, this run must have written it (possibly before a resume, because each file records its run), and the
+    run must not have been resumed from it.
 
     *Background saves.* Only one write runs at a time, and the next save waits for it. If a write fails, its error is
     raised by the next save, or when the fit ends. With one process and an interval in steps or time (or
@@ -57,13 +58,13 @@ class ModelCheckpoint(CheckpointKeeper):
             or in ``default_root_dir`` if that is a URL or there is no logger.
         filename: template without a suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``. It may use any logged name,
             ``epoch`` and ``step``. A name that was not logged appears as ``nan``. The default is ``"{epoch}-{step}"``.
-        monitor: name of the logged metric to rank by (the mean, if processes log different values of their own), or
+        monitor: name of the logged metric to rank by (the mean of its values, if they differ between processes), or
             ``"step"`` or ``"epoch"`` (with ``mode="max"``, the newest are kept). None means that checkpoints are not
             ranked.
         verbose: report what is saved and why.
         save_last: also keep ``last.ckpt``, which is rewritten at every save, after every epoch and when training ends.
-            With ``"link"``, it is a symbolic link to the ranked file of the same step, or a complete file if this step
-            has none. A link breaks if you delete its target.
+            With ``"link"``, it is a symbolic link to the ranked file of the same step, or a complete file if that step
+            has no ranked file. A link breaks if you delete its target.
         save_top_k: how many checkpoints to keep; -1 keeps all, 0 none.
         save_on_exception: save when an exception ends the fit. A signal that ends the fit always triggers a save.
         save_weights_only: save only the weights, without the optimizers and everything else that a resume needs.
@@ -85,10 +86,12 @@ class ModelCheckpoint(CheckpointKeeper):
     Attributes:
         best_model_path: the best file, or the newest file if ``monitor`` is None; ``""`` if there is none. During the
             fit, a background save may not have finished writing it yet.
-        best_model_score: score of that file, a scalar of shape (), or None.
+        best_model_score: score of the file at ``best_model_path``, a scalar of shape (), or None.
         best_k_models: score of each ranked file by path; NaN for files without a score.
-        kth_best_model_path: the file that will be replaced next; ``""`` while there are fewer than k files.
-        kth_value: score of that file; plus or minus infinity while there are fewer than k files.
+        kth_best_model_path: the file that will be replaced next; ``""`` while there are fewer than ``save_top_k``
+            files.
+        kth_value: score of the file at ``kth_best_model_path``; plus or minus infinity while there are fewer than
+            ``save_top_k`` files.
         last_model_path: the newest ``last`` file, or ``""``.
         current_score: the latest score, or None.
 

@@ -84,7 +84,9 @@ class ModelPruning(Callback):
     ) -> None:
         for name in parameter_names or ():
             if name not in self.PARAMETER_NAMES:
-                raise ValueError(messages.unknown("name in ModelPruning's parameter_names", name, self.PARAMETER_NAMES))
+                raise ValueError(
+                    messages.unknown("name in ModelPruning(parameter_names=):", name, self.PARAMETER_NAMES)
+                )
         if verbose not in (0, 1, 2):
             raise ValueError(f"ModelPruning: verbose={verbose!r} must be 0 (nothing), 1 (totals) or 2 (everything).")
         self.pruning_fn = _function(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
@@ -106,7 +108,7 @@ class ModelPruning(Callback):
     # ---- what to prune -----------------------------------------------------------------------------------------------
 
     def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Pair] = ()) -> Sequence[Pair]:
-        """Return the parameters to prune; override this to leave some out."""
+        """Return the parameters to prune; override this method to leave some out."""
         return parameters_to_prune
 
     @staticmethod
@@ -115,7 +117,7 @@ class ModelPruning(Callback):
         parameters_to_prune: Sequence[Pair] | None = None,
         parameter_names: Sequence[str] = (),
     ) -> list[Pair]:
-        """Check and return the given pairs; if none are given, return all parameters with these ``parameter_names``.
+        """Check and return the given pairs; if none are given, return all parameters named in ``parameter_names``.
 
         Raises:
             ValueError: if a pair does not refer to a parameter of a submodule, or if there is nothing to prune.
@@ -134,12 +136,13 @@ class ModelPruning(Callback):
             if part not in parts:
                 raise ValueError(
                     f"ModelPruning(parameters_to_prune=...) contains a {type(part).__name__} that is not a submodule "
-                    f"of the {type(pl_module).__name__} being trained. Take it from the module that you pass to fit."
+                    f"of the {type(pl_module).__name__} being trained. Choose a submodule of the module that you pass "
+                    "to fit."
                 )
             if not _is_parameter(part, name):
                 own = [known for known, _ in part.named_parameters(recurse=False)]
                 raise ValueError(
-                    messages.unknown(f"parameter of {parts[part]!r} in ModelPruning's parameters_to_prune", name, own)
+                    messages.unknown(f"parameter of {parts[part]!r} in ModelPruning(parameters_to_prune=):", name, own)
                 )
         return list(parameters_to_prune)
 
@@ -408,7 +411,9 @@ def _function(given: Any, everywhere: bool, dim: int | None, norm: int | None) -
 
 def _check_name(name: str, dim: int | None, norm: int | None) -> None:
     if name not in _METHODS:
-        raise ValueError(messages.unknown("pruning_fn", name, tuple(_METHODS), ", or pass a method or a function"))
+        raise ValueError(
+            messages.unknown("pruning_fn", name, tuple(_METHODS), ", or pass a BasePruningMethod class or a function")
+        )
     if name.endswith("_structured") and dim is None:
         raise ValueError(
             f"ModelPruning({name!r}) needs pruning_dim, the dimension of the rows or channels to remove. Pass "

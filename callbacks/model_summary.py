@@ -30,7 +30,7 @@ class ModelSummary(Callback):
     """Print a table of the module's layers when training starts, on rank 0.
 
     If ``module.example_input_array`` is set, the forward pass runs once with it to find each layer's input and output
-    sizes and floating-point operations. Random states, modes and running statistics are restored.
+    sizes and floating-point operations. Random states, modes and running statistics are restored afterward.
 
     Args:
         max_depth: levels of nesting to show; -1 shows all, 0 prints nothing.
@@ -65,7 +65,7 @@ class ModelSummary(Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """:class:`ModelSummary` under the name of Lightning's colored summary; it prints the same table."""
+    """Lightning's name for its colored summary. This class prints the same table as :class:`ModelSummary`."""
 
 
 @dataclass
@@ -74,9 +74,9 @@ class Layer:
 
     Attributes:
         name: the layer's path in the module.
-        type: the name of its class.
-        parameters: number of its parameters, each counted once; uninitialized ones count as 0.
-        lazy: whether some of its parameters have no shape yet.
+        type: the name of the layer's class.
+        parameters: number of the layer's parameters, each counted once; uninitialized ones count as 0.
+        lazy: whether some of the layer's parameters have no shape yet.
         training: whether the layer is in train mode; None in the row of the module's own parameters.
         in_size: shapes of the inputs, or "?".
         out_size: shapes of the outputs, or "?".
@@ -108,10 +108,10 @@ class Summary:
         parameter_bytes: memory of all parameters in their dtypes.
         modules_in_train_mode: number of modules, at any depth, in train mode.
         modules_in_eval_mode: number of modules, at any depth, in eval mode.
-        has_lazy_parameters: whether some parameters have no shape yet, so the totals are too small.
-        shares_parameters: whether rows share parameters, so the rows add up to more than the total.
+        has_lazy_parameters: whether some parameters have no shape yet, in which case the totals are too small.
+        shares_parameters: whether rows share parameters, in which case the rows add up to more than the total.
         total_flops: floating-point operations of a forward pass with the example input, or None.
-        has_sizes: whether the forward pass ran with the example input, so the sizes are known.
+        has_sizes: whether the forward pass ran with the example input, in which case the sizes are known.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ def _as_it_is(module: nn.Module, inputs: Any) -> None:
 
 
 def _as_trained(trainer: Trainer) -> Callable[[nn.Module, Any], None]:
-    """Return a function that runs the forward pass as the trainer does: with its devices, dtypes and precision."""
+    """Return a function that runs the forward pass with the trainer's devices, dtypes and precision."""
 
     def run(module: nn.Module, inputs: Any) -> None:
         move = trainer.strategy.batch_mover()

@@ -71,7 +71,7 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Store what ``predict_step`` returned for one batch. The prediction is still on its device.
+        """Store what ``predict_step`` returned for one batch. The prediction is still on the device.
 
         ``batch_indices`` are the dataset indices of the batch's samples, or None if the loader has no batch sampler.
         """
@@ -86,9 +86,9 @@ class BasePredictionWriter(Callback):
     ) -> None:
         """Store the predictions of the entire run.
 
-        ``predictions`` has the same form as the result of ``trainer.predict``: one item per batch or, with several
-        loaders, one such list per loader. The predictions are kept even with ``return_predictions=False``.
-        ``batch_indices`` has one list per loader, with the dataset indices of each batch.
+        ``predictions`` has the same form as the result of ``trainer.predict``: a list with one item per batch or, with
+        several loaders, a list of such lists, one per loader. The predictions are kept even with
+        ``return_predictions=False``. ``batch_indices`` has one list per loader, with the dataset indices of each batch.
         """
         raise NotImplementedError(self._unwritten("write_on_epoch_end"))
 

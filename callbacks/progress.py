@@ -101,18 +101,18 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """The number of batches in the current validation loader or sanity check; ``inf`` if it has no length."""
+        """The number of batches in the current validation loader or sanity check; ``inf`` if the length is unknown."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """The number of batches in the current test loader; ``inf`` if it has no length."""
+        """The number of batches in the current test loader; ``inf`` if the loader has no length."""
         return self._of_loader(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """The number of batches in the current prediction loader; ``inf`` if it has no length."""
+        """The number of batches in the current prediction loader; ``inf`` if the loader has no length."""
         return self._of_loader(self.trainer.num_predict_batches)
 
     @property
@@ -219,7 +219,7 @@ class Bar:
 
     @property
     def speed_text(self) -> str:
-        """The speed, such as ``"10.2 it/s"``, or ``"12.5 s/it"`` if it is below one batch per second."""
+        """The speed, such as ``"10.2 it/s"``, or ``"12.5 s/it"`` if the speed is below one batch per second."""
         speed = self.speed
         if speed is None:
             return "-- it/s"
@@ -256,7 +256,10 @@ def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str 
 
 
 def ending_line(bars: Sequence[Bar], metrics: Mapping[str, Any], width: int | None = None, spec: str = "#.4g") -> str:
-    """Return the line that a finished bar leaves behind, wrapped at ``width`` columns; empty for a nested bar."""
+    """Return the line that a finished bar leaves behind, wrapped at ``width`` columns.
+
+    A nested bar and the bar of the sanity check leave no line, so the result is an empty string.
+    """
     ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
     return _line(bars[-1], metrics, width, spec) if ends_a_line else ""
 
@@ -296,8 +299,8 @@ class Surface(Protocol):
 class PlainLines(Surface):
     """Occasional plain lines, for output that goes to a file, a pipe or a batch system instead of a terminal.
 
-    A line is written every ``seconds`` and at the end of each training epoch, validation, test and prediction. The
-    lines contain no control characters.
+    A line is written every ``seconds`` seconds and at the end of each training epoch, validation, test and prediction.
+    The lines contain no control characters.
     """
 
     immediate = False
@@ -332,7 +335,7 @@ class DrawnProgressBar(ProgressBar):
 
     Args:
         refresh_rate: minimum number of batches between two redraws; 0 disables the bar. The surface also sets a minimum
-            time between them.
+            time between two redraws.
         leave: keep the full bar of every epoch and evaluation instead of a single line per epoch.
     """
 

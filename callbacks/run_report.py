@@ -37,7 +37,7 @@ _MOST_TRACEBACK = 20000
 
 
 class RunReport(Callback):
-    """Record a run and write a report page when it ends, however it ends.
+    """Record a run, and write a report page when the run ends, even if it ends with an exception.
 
     ``run_report.jsonl`` grows during the run. When the run ends, this record becomes ``run_report.html``, a single
     self-contained file. If the process is killed (``kill -9``, out of memory), the record remains, and
@@ -301,7 +301,7 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
 
 
 def _experiment(trainer: Trainer) -> str:
-    """Return the first logger's name and version, such as ``"paceline_logs / version_0"``; empty without a logger."""
+    """Return the first logger's name and version, such as ``"paceline_logs / version_0"``; "" if there is no logger."""
     logger = next((logger for logger in trainer.loggers if not isinstance(logger, RunRecord)), None)
     if logger is None:
         return ""

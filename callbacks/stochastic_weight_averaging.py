@@ -1,4 +1,4 @@
-"""Callback for stochastic weight averaging, which averages the last epochs' weights and sets the learning rates."""
+"""Callback for stochastic weight averaging: it averages the last epochs' weights and anneals the learning rate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class StochasticWeightAveraging(Callback):
     the trained weights.
 
     Args:
-        swa_lrs: the learning rate to anneal to: one for all parameter groups, or a list with one for each.
+        swa_lrs: the learning rate to anneal to: one number for all parameter groups, or a list with one number for
+            each.
         swa_epoch_start: first epoch whose weights are averaged, counted from 1. A float is a fraction of ``max_epochs``
             (0.8 of 10 epochs is the 8th).
         annealing_epochs: number of epochs over which the learning rate changes to ``swa_lrs``; 0 changes it
@@ -104,7 +105,7 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """The first averaged epoch (0-based); known once a fit has started."""
+        """The first epoch (0-based) whose weights are averaged; known once a fit has started."""
         return self._start
 
     @property
@@ -144,8 +145,8 @@ class StochasticWeightAveraging(Callback):
             )
         if not pl_module.automatic_optimization:
             raise ValueError(
-                f"{me} advances its own schedule and runs training_step without gradients for BatchNorm, but {module} "
-                "uses manual optimization. Use WeightAveraging or EMAWeightAveraging."
+                f"{me} advances its own schedule, and runs training_step without gradients to estimate BatchNorm "
+                f"statistics, but {module} uses manual optimization. Use WeightAveraging or EMAWeightAveraging."
             )
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters and _training_layers(pl_module):
             raise ValueError(
@@ -307,12 +308,12 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
 
 
 def _training_layers(module: nn.Module) -> dict[str, BatchNorm]:
-    """Return the BatchNorm layers whose statistics a training step changes, by name."""
+    """Return a dict, by name, of the BatchNorm layers whose statistics a training step changes."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm) and layer.training}
 
 
 def _statistics(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the statistics that a training step changes, by their ``state_dict`` names."""
+    """Return a dict, by ``state_dict`` name, of copies of the BatchNorm statistics that a training step changes."""
     return {
         f"{name}.{key}" if name else key: buffer.clone()
         for name, layer in _training_layers(module).items()

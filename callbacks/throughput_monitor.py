@@ -71,7 +71,8 @@ class Throughput:
             flops: floating-point operations of this device since the last update; not a total.
 
         Raises:
-            ValueError: if a total has decreased, or there are fewer samples than batches or items than samples.
+            ValueError: if a total has decreased, if there are fewer samples than batches, or if there are fewer items
+                than samples.
         """
         if samples < batches or (lengths is not None and lengths < samples):
             items = "" if lengths is None else f", lengths={lengths}"
@@ -136,7 +137,7 @@ def measure_flops(
     Args:
         model: the model; on the meta device, nothing is computed and no memory is needed.
         forward_fn: runs the model and returns its output.
-        loss_fn: computes the loss from the output. Its backward pass is counted too and leaves gradients behind.
+        loss_fn: computes the loss from the output. The loss's backward pass is counted too and leaves gradients behind.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -166,7 +167,8 @@ class ThroughputMonitor(Callback):
     ``mfu`` is logged too: the fraction of the device's dense peak in the run's dtype.
 
     Args:
-        batch_size_fn: returns the number of samples in a batch; None uses the first dimension of its first tensor.
+        batch_size_fn: returns the number of samples in a batch; None uses the first dimension of the batch's first
+            tensor.
         length_fn: returns the number of items (tokens, pixels) in a batch; None logs no items.
         window_size: number of batches to average over.
         separator: text between the parts of a name.

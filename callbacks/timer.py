@@ -26,8 +26,8 @@ class Timer(Callback):
 
     Training time is wall time from ``on_train_start`` on, including validation. It is saved in checkpoints, so a
     resumed run has only the remaining time. A fit that rolls back to one of its checkpoints (``LossGuard``) does not
-    get that time back. With several processes, all stop at the same batch, soon after the first of their clocks reaches
-    the limit.
+    get the lost time back. With several processes, all of them stop at the same batch, soon after the limit is reached
+    on any process's clock.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``). If None, the timer
@@ -51,7 +51,7 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(
-                f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} The interval says when to check "
+                f"{messages.unknown('Timer interval', interval, ('step', 'epoch'))} The interval says when to check "
                 "the clock: after each training batch or at the end of each epoch."
             )
         if not isinstance(grace_seconds, (int, float)) or not 0 <= grace_seconds < math.inf:

@@ -172,7 +172,7 @@ def _miniters() -> int:
 
 
 def tqdm_class() -> Any:
-    """Return tqdm's class for this output, modified to start no monitoring thread and to show no speed too early."""
+    """Return tqdm's class for this output, changed to start no monitoring thread and not to show a speed too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:
@@ -229,7 +229,7 @@ class _Plain(PlainLines):
 
 
 class _Tqdm(Surface):
-    """Draws each progress bar with a tqdm bar, which is created when it is first drawn."""
+    """Draws each progress bar with a tqdm bar, which is created when the progress bar is first drawn."""
 
     seconds = 0.1
     immediate = True
@@ -304,7 +304,7 @@ class _Tqdm(Surface):
 
 
 def _postfix(metrics: Mapping[str, Any], drawn: tqdm) -> str:
-    """Return the metrics that fit next to a bar of ten columns; with more, tqdm could cut off a value in the middle."""
+    """Return the metrics that fit next to a bar of ten columns; if there were more, tqdm could cut a value in half."""
     texts, known = metric_texts(metrics), drawn.format_dict
     columns = known["ncols"]
     shown = ", ".join(texts)

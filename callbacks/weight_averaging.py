@@ -110,7 +110,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Replace the module's weights with the averages, if any, and keep the current weights for :meth:`hide`."""
+        """Replace the module's weights with any averages, and keep the current weights for :meth:`hide`."""
         if self.held is None and self.n_averaged:
             pairs = list(zip(self._places, self._averages, strict=True))
             with torch.inference_mode(False):
@@ -135,13 +135,13 @@ class WeightAverage:
         return strategy.model_state(_tree(self.averages()))
 
     def held_state(self, strategy: Strategy) -> dict[str, Any]:
-        """Return the weights that :meth:`show` set aside, in the form of :meth:`average_state`; empty if none."""
+        """Return the weights, if any, that :meth:`show` set aside, in the form of :meth:`average_state`."""
         if self.held is None:
             return {}
         return strategy.model_state(_tree({name: self.held[index] for name, index in self._index.items()}))
 
     def held_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers among the weights that :meth:`show` set aside; empty if there are none."""
+        """Return the buffers among the weights that :meth:`show` set aside; an empty dict if there are none."""
         return {} if self.held is None else self._buffers(self.held)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ class WeightAverage:
         return {name: values[self._index[name]] for name in self._index.keys() & whole_buffers(self.module).keys()}
 
     def load(self, strategy: Strategy, state: Mapping[str, Any], n_averaged: int) -> None:
-        """Load averages from a ``state_dict``. Weights that it does not contain keep the module's current values."""
+        """Load averages from a ``state_dict``; averages that it does not contain are left unchanged."""
         averages = self.averages()
         known = {name: value for name, value in state.items() if name in averages}
         strategy.load_model_state(_tree(averages), known, strict=False)
@@ -258,13 +258,13 @@ class WeightAveraging(Callback):
         device: device of the average; None means the device of the weights. ``"cpu"`` saves GPU memory, but each update
             then copies the weights and waits for the device.
         use_buffers: also average floating-point buffers (BatchNorm statistics). If False, the module's current buffers
-            are used; ``torch.optim.swa_utils.update_bn`` re-estimates them.
+            are used; ``torch.optim.swa_utils.update_bn`` can re-estimate them.
         **kwargs: ``avg_fn(average, current, n_averaged)`` or ``multi_avg_fn(averages, currents, n_averaged)``, as in
             ``torch.optim.swa_utils.AveragedModel``. If neither is passed, all updates have equal weight.
 
     Raises:
         TypeError: for any other keyword, or a ``device`` of the wrong type.
-        ValueError: if both functions are passed, or for an unknown device.
+        ValueError: if both averaging functions are passed, or for an unknown device.
     """
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
@@ -463,7 +463,7 @@ def load_current(trainer: Trainer, pl_module: TrainingModule, checkpoint: Mappin
 
 
 def save_own_buffers(trainer: Trainer, checkpoint: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
-    """Save each rank's values of buffers whose averages the module holds; every rank must call this."""
+    """Save each rank's own values of the buffers that now hold averages in the module; every rank must call this."""
     if held:
         own = trainer.strategy.gather_objects(buffers_apart(held, trainer.strategy))
         for entry, values in zip(checkpoint["paceline"]["ranks"], own, strict=True):
@@ -534,7 +534,7 @@ class EMAWeightAveraging(WeightAveraging):
         return partial(_exponential, self.decay)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True every ``update_every_n_steps`` steps and after every epoch, from the respective start on."""
+        """Return True every ``update_every_n_steps`` steps from the first update on, and after the chosen epochs."""
         if step_idx is None:
             first = self.update_starting_at_epoch
             return first is not None and epoch_idx is not None and epoch_idx >= first

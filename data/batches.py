@@ -247,7 +247,7 @@ class StepIterator:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return the number of samples in a batch: the first dimension of its first tensor, or None if it has no tensor.
+    """Return the number of samples in a batch: the length of its first tensor, or None if it has no tensor.
 
     Lists, tuples, mappings, dataclasses and other objects are searched in order; a tensor of shape () counts as 1. If
     an object has a ``batch_size`` (or ``num_graphs``) attribute, its value is used.
@@ -263,7 +263,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def conflicting_sizes(batch: Any) -> tuple[int, ...]:
-    """Return the distinct first dimensions of a batch's tensors, in order; an empty tuple if they are all equal."""
+    """Return the distinct lengths of a batch's tensors, in order; an empty tuple if all tensors are equally long."""
     sizes = tuple(dict.fromkeys(_sizes(batch, set(), scalars=False)))
     return sizes if len(sizes) > 1 else ()
 
@@ -288,7 +288,7 @@ def _sizes(value: Any, seen: set[int], scalars: bool = True) -> Iterator[int]:
 
 
 def _own_size(value: Any) -> int | None:
-    """Return the batch size that an object has as an attribute; None if it has none."""
+    """Return the value of an object's batch size attribute, or None if there is no such attribute."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     if isinstance(value, (str, bytes, tuple, list)) or type(value) is dict:

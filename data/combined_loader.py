@@ -321,7 +321,7 @@ def _entries(value: Any) -> Iterable[Any]:
 
 
 def _compile(value: Any, leaves: list[Any], path: str, outermost: bool = False) -> Build:
-    """Collect a structure's loaders in ``leaves``; return a function that rebuilds it from one value per loader."""
+    """Collect a structure's loaders in ``leaves``; return a function that puts one value in place of each loader."""
     is_container = isinstance(value, (list, tuple, Mapping)) or bool(_entries(value))
     ranges = any(type(entry) is range for entry in _entries(value))  # a range is a loader, and never a batch
     if not is_container or not (outermost or ranges or holds_loaders(value)):

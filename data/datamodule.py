@@ -99,7 +99,7 @@ class DataModule(HyperparametersMixin):
         return device_transfer.move(batch, device, dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Called after a batch has moved to the device, to augment it there. Return the batch, changed or not."""
+        """Called after a batch has moved to the device, where it can be augmented. Return the batch, changed or not."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class TensorRows:
 
 
 def rows_of(loader: DataLoader[Any]) -> TensorRows | None:
-    """Return a loader's :class:`TensorRows`, or None if batches created by one indexing operation differ from torch's.
+    """Return a loader's :class:`TensorRows`, or None if a single indexing operation cannot create torch's batches.
 
     The batches are the same if the loader has no workers, its dataset is a ``TensorDataset`` or a ``Subset`` of one
     (``random_split``) on the CPU, and torch's own iterator and ``default_collate`` create the batches.
@@ -75,7 +75,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _positions(indices: Any) -> Tensor | None:
-    """Return the indices of a ``Subset`` as a tensor; None for types that may be indexed differently."""
+    """Return the indices of a ``Subset`` as a tensor; None for types that may behave differently from a list."""
     if type(indices) is Tensor:
         return indices.long() if indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64) else None
     if type(indices).__module__ == "numpy":

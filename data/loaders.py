@@ -156,7 +156,7 @@ def _note_epoch_start(generator: torch.Generator, state: Tensor, has_workers: bo
 
 
 def release_shuffling(loader: Any) -> None:
-    """Remove the generators that :func:`seed_shuffling` set, which leaves the loader as the user created it."""
+    """Remove the generators that :func:`seed_shuffling` set, so that the loader is as the user created it."""
     for leaf in leaves_of(loader):
         for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
@@ -221,8 +221,8 @@ def _tell_other_split(loader: Any, state: Mapping[str, Any] | None) -> None:
     """Warn if a position in streams is only approximate because it was saved by a run with a different number of ranks.
 
     Streams that split themselves by rank give each rank different samples if the number of ranks changes. If several
-    workers take turns, the number of ranks also determines the samples per turn, so each worker had read up to a
-    different position.
+    workers take turns, the number of ranks also determines how many samples a worker reads per turn, so this run's
+    workers would have stopped at different positions than the saved run's workers.
     """
     if _counts_all_ranks(state):
         return
@@ -326,7 +326,7 @@ def users_generators(loader: Any) -> list[torch.Generator]:
 
 
 def whole_of(loader: Any) -> Any:
-    """Return the user's original loader if this loader yields a shard of it; otherwise, this loader."""
+    """Return the user's original loader if the given loader yields a shard of it, or else the given loader."""
     return getattr(loader, "paceline_whole", loader)
 
 
@@ -484,7 +484,7 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
 
 
 def _has_workers(loader: Any) -> bool:
-    """Return True if a loader has running persistent workers, so that it will not draw another seed for them."""
+    """Return True if a loader has running persistent workers, and therefore draws no new seed for workers."""
     return isinstance(loader, DataLoader) and running_iterator(loader) is not None
 
 

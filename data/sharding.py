@@ -83,10 +83,10 @@ def last_share(loader: Any) -> float:
     """Return the weight of this process's mean over its last batch.
 
     The weight is ``own samples * processes / samples of all processes``: 1.0 if all processes have the same number of
-    samples, and 0.0 for a batch that only repeats a sample. It applies to the loader's own last batch, not to the last
-    batch before a limit. For a loader without a known length, the weight is valid once that batch has been fetched. For
-    a ``CombinedLoader``, it is the common weight of all loaders that end together with it, or 1.0 if their weights
-    differ.
+    samples, and 0.0 for a batch that only repeats a sample. The weight applies to the loader's own last batch, not to
+    the last batch before a limit. For a loader without a known length, the weight is valid once the last batch has been
+    fetched. For a ``CombinedLoader``, the weight is that of the loaders that end together with the ``CombinedLoader``,
+    or 1.0 if their weights differ.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}
@@ -161,7 +161,7 @@ def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
 
 
 class RankSampler(Shard, Sampler[Any]):
-    """Replaces a loader's batch sampler (or sampler) and yields this rank's shard of its items.
+    """Replaces a loader's batch sampler (or sampler) and yields this rank's shard of the replaced sampler's items.
 
     Attributes of the replaced sampler can be read from this object.
     """
@@ -263,7 +263,7 @@ class RankStream(Shard, IterableDataset[Any]):
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
 
     def share_of(self, number: int) -> float:
-        """Return the weight of batch ``number`` in the pass; 1.0 unless it is a worker's last batch."""
+        """Return the weight of batch ``number`` in the pass; 1.0 unless that batch is a worker's last batch."""
         ends = self._ends.tolist()
         for worker, (count, share) in enumerate(ends):
             turns = [min(made, count - (other >= worker)) for other, (made, _) in enumerate(ends)]
@@ -381,7 +381,7 @@ def _close(items: Iterator[Any], source: Any) -> None:
 
 
 def is_split(loader: Any) -> bool:
-    """Return True if the loader's sampler or dataset already splits it by process."""
+    """Return True if the loader is already split by process, either by its sampler or by its dataset."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterDataPipe):
         return True  # torch splits it at its sharding_filter

@@ -23,7 +23,7 @@ def num_ranks_of(dataset: Any) -> int | None:
 def splits_shards(dataset: Any) -> bool:
     """Return True if a WebDataset pipeline gives each rank its own shards, for any number of ranks.
 
-    A ``WebLoader`` is also a pipeline, and its first stage is a loader for such a dataset.
+    A ``WebLoader`` is also a pipeline. Its first stage is a loader, whose dataset is searched too.
     """
     stages = getattr(dataset, "pipeline", None)
     if not isinstance(stages, list):

@@ -128,7 +128,7 @@ class Shard:
         division: how the loader is divided.
         order_seed: seed for a sampler or dataset without its own generator; None means to use the process's random
             states.
-        alike: whether worker processes must draw the same random numbers on all ranks, because each reads a full
+        alike: whether worker processes must draw the same random numbers on all ranks, because each worker reads a full
             stream.
     """
 

@@ -1,4 +1,4 @@
-"""Protects data loader workers from signals to the process group, stops them with the run, and explains lost workers.
+"""Shields data loader workers from signals, stops them when the run ends, and explains errors from lost workers.
 
 A run that receives a signal finishes its step and saves, which is impossible if the same signal has killed its workers.
 Workers must also not outlive the run, but torch's own check misses a parent that died before the worker was ready.

@@ -83,10 +83,10 @@ class TPUAccelerator(Accelerator):
 
 
 class _Registry(dict[str, type[Accelerator]]):
-    """The device kinds by name."""
+    """The device kinds, keyed by name."""
 
     def __missing__(self, name: str) -> type[Accelerator]:
-        """Return a class for the device kind that torch reports if it has no class above, such as ``"npu"``."""
+        """Return a class for a kind such as ``"npu"``, which torch reports but which has no class in this file."""
         if name != reported():
             raise KeyError(name)
         return _others.setdefault(name, type(f"{name.upper()}Accelerator", (_OtherKind,), {"name": name}))
@@ -100,10 +100,10 @@ class _Registry(dict[str, type[Accelerator]]):
     ) -> Any:
         """Add a class for a device kind, and return the class. Without ``accelerator``, return a decorator.
 
-        Paceline itself drives the kinds that it knows, so their classes are not replaced.
+        Classes of Paceline's built-in kinds are not replaced, because Paceline itself drives these devices.
 
         Args:
-            name: the kind's name, which ``Trainer(accelerator=)`` accepts if torch has such devices.
+            name: the kind's name, which ``Trainer(accelerator=)`` accepts if torch has devices of this kind.
             accelerator: a subclass of :class:`Accelerator`.
             description: not used.
             override: whether ``accelerator`` may replace a class that was registered under this name before.
@@ -129,7 +129,7 @@ class _Registry(dict[str, type[Accelerator]]):
 
 
 class _OtherKind(Accelerator):
-    """A device kind without a class above, known only by the name that torch reports."""
+    """A device kind that has no class in this file and is known only by the name that torch reports."""
 
     def __reduce__(self) -> Any:
         return _other, (self.name,)

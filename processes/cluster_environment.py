@@ -68,7 +68,7 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
 
     Torchrun's variables are checked first, so that ``torchrun`` under ``srun`` counts as torchrun. Next come launchers
     that can run inside another launcher's allocation (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a
-    cluster of one process. Many batch scripts export WORLD_SIZE without RANK; such a value must match the launcher's
+    cluster of one process. Many batch scripts export WORLD_SIZE without RANK; this WORLD_SIZE must match the launcher's
     world size.
 
     Args:
@@ -334,7 +334,7 @@ def _lsf_address(environ: Environment) -> str | None:
 
 
 def _either(environ: Environment, *names: str) -> str | None:
-    """Return the first of these variables that is set in the environment."""
+    """Return the first of the given names that is set as an environment variable; None if none of them is set."""
     return next((name for name in names if environ.get(name)), None)
 
 

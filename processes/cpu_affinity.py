@@ -1,4 +1,4 @@
-"""Find this machine's NUMA nodes, and bind each process to the cores of its share of the nodes.
+"""Find this machine's NUMA nodes, divide them among the processes, and bind each process to its nodes' cores.
 
 A core reads its own NUMA node's memory fastest. A process that may run on any core spreads its memory across the nodes;
 a process that is bound to a node's cores before it allocates memory does not.
@@ -38,7 +38,7 @@ def parse(text: str) -> set[int]:
 
 
 def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
-    """Return one process's cores: those of its NUMA node, or of several if there are more nodes than processes."""
+    """Return the cores of a process's NUMA node, or of several nodes if there are more nodes than processes."""
     first = local_rank * len(found) // local_world_size
     last = (local_rank + 1) * len(found) // local_world_size
     return set().union(*found[first : max(last, first + 1)])

@@ -1,7 +1,8 @@
 """Make a process keep the memory that a CPU training step frees, so that the next step can reuse it.
 
 glibc returns the free memory at the end of its heap to the kernel once that memory exceeds a threshold, and a backward
-pass frees far more. The next step then requests the same pages again, and the kernel has to clear each of them first.
+pass frees far more than that. The next step then requests the same pages again, and the kernel has to clear each of
+them first.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover
 
 
 def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
-    """Return ``batch`` on ``device``, with floating-point tensors converted to ``dtype`` unless it is None.
+    """Return ``batch`` on ``device``, with floating-point tensors converted to ``dtype`` unless ``dtype`` is None.
 
     This covers nested lists, tuples, named tuples, mappings, dataclasses (even frozen ones) and objects with a ``to``
     method; anything else is unchanged. Tensors that already have this device and dtype are not copied.
@@ -162,7 +162,7 @@ class Mover:
 class SideStream:
     """Moves batches on its own stream, so that a copy runs while the device is still computing the previous step.
 
-    Call it with a batch, then call :meth:`ready` before using that batch.
+    Call this object with a batch, then call :meth:`ready` before using that batch.
     """
 
     def __init__(self, mover: Mover) -> None:
@@ -233,7 +233,7 @@ def _tensor_function(
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Return True if ``function`` accepts a keyword argument ``name``."""
+    """Return True if ``function`` accepts the keyword argument ``name``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -269,8 +269,9 @@ def full_value(tensor: Tensor) -> Tensor:
 def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     """Return the dtype for tensors of dtype ``kind`` when floating-point tensors are converted to ``wanted``.
 
-    If ``wanted`` is float64, complex tensors become complex128. Narrower dtypes leave them unchanged, because most of
-    those dtypes have no complex counterpart that torch can compute in. Integers and bools do not change.
+    If ``wanted`` is float64, complex tensors become complex128. Narrower dtypes leave complex tensors unchanged,
+    because most of those dtypes have no complex counterpart that torch can compute in. Integers and bools do not
+    change.
     """
     if kind.is_floating_point:
         return wanted

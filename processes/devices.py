@@ -39,7 +39,7 @@ def count(kind: str) -> int:
 
 
 def find_best() -> tuple[str, int]:
-    """Return the best kind of accelerator that this process sees and the number of devices; the CPU and 0 if none."""
+    """Return the best kind of accelerator that this process sees and its number of devices, or ``"cpu"`` and 0."""
     found = ((kind.name, count(kind.name)) for kind in accelerators())
     return next((one for one in found if one[1]), ("cpu", 0))
 

@@ -58,7 +58,7 @@ class ClusterEnvironment(ABC):
         """Called with the rank that was computed from the node rank and the local rank."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise if the Trainer's arguments contradict the processes that the launcher started."""
+        """Raise an error if the Trainer's arguments do not match the processes that the launcher started."""
 
     def teardown(self) -> None:
         """Called when a run ends."""
@@ -136,7 +136,7 @@ class _Known(ClusterEnvironment):
 
 
 class TorchElasticEnvironment(_Known):
-    """The environment of ``torchrun`` and of other launchers that set its variables."""
+    """The environment of ``torchrun`` and of other launchers that set torchrun's variables."""
 
     names = ("torchrun",)
 

@@ -173,7 +173,7 @@ class Watch:
             messages.info_anywhere(f"Rank {self.rank} has been waiting at {self._here()} for {waited:.0f} s. {others}")
 
     def _another_gave_up(self) -> bool:
-        """Return True if another rank closed the connection because it timed out, in which case it has not exited."""
+        """Return True if another rank closed the connection because it timed out, not because it exited."""
         try:
             return _read(self._store.clone(), _GAVE_UP, time.monotonic() + _GAVE_UP_SECONDS) is not None
         except RuntimeError:  # the store's host has exited

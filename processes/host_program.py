@@ -72,7 +72,7 @@ class HostFacts:
     ``running`` contains the modules on the call stack, ``file`` is the file of ``__main__`` (None or ``"<stdin>"`` if
     it has none), ``module`` is the module passed to ``python -m``, and ``options`` are the options before the script.
     ``frozen`` says whether PyInstaller or a similar tool packed the program, ``worker`` whether multiprocessing started
-    this process, and ``sweep`` whether it runs a Hydra sweep.
+    this process, and ``sweep`` whether this process runs a Hydra sweep.
     """
 
     running: frozenset[str] = frozenset()

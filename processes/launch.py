@@ -52,8 +52,8 @@ _DIRECTORY = os.getcwd()
 #: Environment variable for processes that a strategy starts: the file to create once they have joined their group.
 JOINED = "PACELINE_JOINED"
 _PICKLE_FIX = (
-    "Define it at the top level of a file (not inside a function or as a lambda), or create it in a hook. Or use "
-    "strategy='ddp_fork', which forks this process, or 'ddp', which runs the script again."
+    "Define this object at the top level of a file (not inside a function or as a lambda), or create it in a hook. Or "
+    "use strategy='ddp_fork', which forks this process, or 'ddp', which runs the script again."
 )
 
 
@@ -135,12 +135,12 @@ def start(
 
     Args:
         function: the function that each process calls; it reads its rank from torchrun's variables.
-        args: the function's arguments. Each process gets its own copy, including of tensors.
+        args: the function's arguments. Each process gets its own copies, even of tensors.
         num_processes: number of processes on this machine.
         start_method: ``"fork"`` copies this process; other methods start fresh processes and pickle the arguments.
         devices_kind: the same as for :func:`rerun`.
         numa: the same as for :func:`rerun`.
-        place: the rendezvous point of several machines, each of which must call this; None if there is only one
+        place: the rendezvous point of several machines, each of which must call ``start``; None if there is only one
             machine. On machines without rank 0, None is returned.
 
     Raises:
@@ -215,7 +215,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """Return the signal that ended the processes; None unless it is one that users or schedulers send."""
+    """Return the signal that ended the processes if it is one that users or schedulers send; None otherwise."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
@@ -255,7 +255,7 @@ def find_place(
         node_rank: index of this machine; NODE_RANK if None. Used only with several machines.
         address: address of machine 0; MASTER_ADDR if None. Used only with several machines.
         port: port on machine 0; MASTER_PORT if None. A single machine uses a free port if neither is set.
-        names: the user's names for address, port and node rank, for error messages.
+        names: what the user calls the address, the port and the node rank, for error messages.
         line: the command for each machine, with the placeholders ``{address}``, ``{port}`` and ``{node}``.
 
     Raises:
@@ -358,14 +358,14 @@ def _run(job: _Job) -> None:
 
 
 def _load_work(file: Path) -> _Work:
-    """Load this process's work, which imports the functions and classes that the work uses."""
+    """Load this process's work; loading imports the functions and classes that the work uses."""
     try:
         return _load(file, None)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"A fresh process cannot import a definition that the run uses ({error}). Such a process can import "
-            "definitions at the top level of a .py file in a folder on sys.path, but no definitions under a main "
-            "guard, and none in a test file that pytest loads with --import-mode=importlib. Move the definition to a "
+            "definitions at the top level of a .py file in a folder on sys.path, but not those under a main guard or "
+            "in a test file that pytest loads with --import-mode=importlib. Move the definition to a "
             ".py file that can be imported (pytest's setting `pythonpath` adds folders), or use strategy='ddp_fork', "
             "which forks this process."
         ) from error
@@ -406,7 +406,7 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """Restore the default signal handlers, because a fork copies torch elastic's, which only the launcher needs."""
+    """Restore the default signal handlers; a fork copies torch elastic's handlers, which only the launcher needs."""
     for name in SIGNALS:
         if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)

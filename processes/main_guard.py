@@ -16,7 +16,7 @@ _CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While)
 
 
 def require_main_guard(who: str) -> None:
-    """Raise if new processes would start more processes when they import the program.
+    """Raise an error if new processes would start more processes when they import the program.
 
     In the first process, this finds only top-level statements without any condition around them. Missing guards around
     any other statements are found in the new process.

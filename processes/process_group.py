@@ -73,7 +73,7 @@ def leave_alone() -> None:
 
 @dataclass
 class _Room:
-    """The objects that a process group's strategies share: its hang watch, and gloo groups by timeout."""
+    """The objects that a process group's strategies share: its hang watch, and its gloo groups, keyed by timeout."""
 
     watch: Watch
     groups: dict[timedelta, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ _room: _Room | None = None
 
 
 def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """Return the gloo group with this timeout, and the process group's hang watch.
+    """Return the gloo group with the given timeout, and the process group's hang watch.
 
     Every rank creates both in its first run.
     """

@@ -75,7 +75,7 @@ def note_failure(error: BaseException) -> None:
 
 
 def write_failure(error: BaseException, file: Path) -> None:
-    """Write an exception, its traceback and the time it was first seen, in torch elastic's format."""
+    """Write an exception, its traceback and the time at which it was first seen, in torch elastic's format."""
     moment = _moment(error)
     lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
     details = {"py_callstack": "".join(lines), "timestamp": str(moment // 10**9), "time_ns": moment}
@@ -257,7 +257,7 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
     """Return the failures of all processes that failed; the failure that caused the others comes first.
 
     Args:
-        exits: torch elastic's ``ProcessFailure`` by rank.
+        exits: torch elastic's ``ProcessFailure`` objects, keyed by rank.
         files: files from :func:`write_failure`.
         crashes: files from :func:`note_crash`.
     """
@@ -283,7 +283,7 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
 
 
 def _crash_signal(text: str) -> int:
-    """Return the exit code of a process whose faulthandler wrote this text."""
+    """Return the exit code of a process whose faulthandler wrote the given text."""
     named = (number for words, number in _CRASHES.items() if words in text.partition("\n")[0])
     return -next(named, signal.SIGABRT)
 

@@ -1,4 +1,4 @@
-"""Torch elastic's static rendezvous, where machines meet at a fixed address; in this version, machine 0 leaves last."""
+"""A variant of torch elastic's static rendezvous (machines meet at a fixed address) in which machine 0 leaves last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAVING = timedelta(seconds=5)
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """Torch's static rendezvous, except that machine 0 leaves last, because others may still be using its store."""
+    """Torch's static rendezvous, except that machine 0, whose store other machines may still be using, leaves last."""
 
     def get_backend(self) -> str:
         return _NAME

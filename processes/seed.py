@@ -1,6 +1,7 @@
 """Seed all random number generators, and save and restore their states.
 
-numpy is included only if it is already imported. Torch imports it if torch was built with numpy and numpy is installed.
+numpy is included only if it is already imported. Torch imports numpy if torch was built with numpy support and numpy is
+installed.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed Python's ``random``, numpy and torch (all devices); processes started later inherit the seed.
 
     numpy is seeded, and its state is saved in checkpoints, only if it is imported before this call. ``import torch``
-    imports numpy, unless torch was built without it. In that case, import numpy at the top of the script. If numpy is
-    first imported during the run, it draws different numbers each time.
+    imports numpy, unless torch was built without numpy support. In that case, import numpy at the top of the script. If
+    numpy is first imported during the run, it draws different numbers each time.
 
     Args:
         seed: a number from 0 to 4294967295; if None, the environment variable ``PACELINE_GLOBAL_SEED`` or

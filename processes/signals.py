@@ -48,7 +48,7 @@ def _number(name: Any) -> int:
     if known is None:
         raise ValueError(messages.unknown("Trainer(signals=...) signal", str(name), sorted(numbers)))
     if known.name in ("SIGKILL", "SIGSTOP"):
-        raise ValueError(f"Trainer(signals={{{name!r}: ...}}): no program can catch {known.name}. Leave it out.")
+        raise ValueError(f"Trainer(signals={{{name!r}: ...}}): no program can catch {known.name}. Leave {name!r} out.")
     return int(known)
 
 

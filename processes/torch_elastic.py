@@ -33,7 +33,7 @@ class RendezvousPoint:
 
     Args:
         port: 0 picks a free port, which works only on a single machine.
-        names: the user's names for the address, the port and the node rank, for error messages.
+        names: what the user calls the address, the port and the node rank, for error messages.
     """
 
     num_nodes: int = 1
@@ -85,8 +85,8 @@ def launch(
 ) -> tuple[dict[int, Any], int | None]:
     """Start the processes and wait for them.
 
-    Returns the failed processes by rank, and the signal that ended the wait, if any. The processes write their failures
-    to ``folder``; ``start_method`` applies only if ``entrypoint`` is a function.
+    Returns the failed processes, keyed by rank, and the signal that ended the wait, if any. The processes write their
+    failures to ``folder``; ``start_method`` applies only if ``entrypoint`` is a function.
 
     Raises:
         OSError: the machines or processes cannot find each other.

@@ -55,7 +55,7 @@ class Strategy(Placement, Communication, State):
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Make this process's device current and join the process group. Called in every process, once per run."""
+        """Make this process's device the current one, and join the process group. Called once per run on each rank."""
         if warning := untried():
             messages.warn_once(warning)
         kind_of(self.device).make_current(self.device)
@@ -63,7 +63,7 @@ class Strategy(Placement, Communication, State):
     def for_another_module(self) -> Self:
         """Return a strategy for another module, with the same processes, device and precision as this one.
 
-        Every rank must call this, on a strategy that is already set up and has no module of its own.
+        Every rank must call this, on a strategy that has already been set up and has no module of its own.
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
@@ -96,7 +96,7 @@ class Strategy(Placement, Communication, State):
         return False
 
     def settle_weights(self, module: nn.Module, required: bool = True) -> None:
-        """Load deferred weights (see :mod:`.big_model.deferred_weights`), except those that a checkpoint has replaced.
+        """Load deferred weights (see :mod:`.big_model.deferred_weights`) unless a checkpoint has replaced them.
 
         Every process must call this, after the module is set up and any checkpoint is loaded. If ``required``, a tensor
         that still has no values raises a RuntimeError.
@@ -111,7 +111,7 @@ class Strategy(Placement, Communication, State):
         return None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called if an exception ends a run, after the hooks with this name and before :meth:`teardown`."""
+        """Called if an exception ends a run, after the ``on_exception`` hooks and before :meth:`teardown`."""
 
     def teardown(self) -> None:
         """Release the strategy's resources. Called once per run, even after an error."""
@@ -209,8 +209,8 @@ class Strategy(Placement, Communication, State):
     ) -> AbstractContextManager[Any]:
         """Context manager in which tensors hold this process's part of each sequence, and attention covers all parts.
 
-        In this base class, it changes nothing, because every process has the full sequences. ``dims`` lists the
-        sequence dimension of each tensor. Tensors in ``unrestored`` are not restored afterwards.
+        The base class's context manager changes nothing, because every process has the full sequences. ``dims`` lists
+        the sequence dimension of each tensor. Tensors in ``unrestored`` are not restored afterwards.
         """
         return nullcontext()
 
@@ -222,7 +222,7 @@ class Strategy(Placement, Communication, State):
         return None
 
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's gradient or None; every process must call this, as a strategy may gather it."""
+        """Return a parameter's gradient or None. Every process must call this, because some strategies gather it."""
         return parameter.grad
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:

@@ -99,7 +99,7 @@ added: dict[str, Added] = {}
 
 
 def registered() -> dict[str, Any]:
-    """Return the strategies that the program or an installed package has registered, by name.
+    """Return a dict, by name, of the strategies that the program or an installed package has registered.
 
     Packages register them in the entry point group ``paceline.strategies``.
     """
@@ -124,7 +124,9 @@ def choose_strategy(
     options: Options | None = None,
     environment: ClusterEnvironment | None = None,
 ) -> Strategy:
-    """Return the Strategy for the arguments of a Trainer or an Accelerator, placed on its devices but not set up.
+    """Return the Strategy that a Trainer's or an Accelerator's arguments select.
+
+    The strategy is placed on its devices, but not yet set up.
 
     Args:
         strategy: a name, or a Strategy with its own device and precision.
@@ -325,7 +327,7 @@ def _refuse_machines(num_nodes: int, strategy: DistributedStrategy, name: str) -
 
 
 def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
-    """Raise if a launcher started several processes, because all of them would train alone and write the same files."""
+    """Raise an error if a launcher started several processes, which would train alone and write the same files."""
     if cluster is not None and cluster.world_size > 1:
         raise RuntimeError(
             f"{cluster.name} started {cluster.world_size} processes (this is rank {cluster.rank}), but "
@@ -336,7 +338,7 @@ def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
 
 
 def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -> None:
-    """Raise if other arguments contradict the Strategy object that was passed."""
+    """Raise an error if other arguments contradict the Strategy object that was passed."""
     name, device = type(strategy).__name__, strategy.device
     if accelerator != "auto" and find_kind(accelerator) != device.type:
         raise ValueError(
@@ -379,7 +381,7 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str)
 
 
 def _fitting(strategy: Strategy) -> Strategy:
-    """Return the strategy, or raise if it cannot use its precision.
+    """Return the strategy, or raise an error if the strategy cannot use its precision.
 
     A strategy cannot shard weights that the precision quantizes, and must call every method that the precision
     overrides.
@@ -406,6 +408,6 @@ def _checked(made: Any, maker: Any) -> Strategy:
     if not isinstance(made, Strategy):
         raise TypeError(
             f"The entry point {getattr(maker, '__qualname__', maker)!r} of group {ENTRY_POINTS!r} returned "
-            f"{messages.a(made)}. It must refer to a subclass of paceline.strategies.Strategy."
+            f"{messages.a(made)}. The entry point must refer to a subclass of paceline.strategies.Strategy."
         )
     return made

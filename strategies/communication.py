@@ -19,7 +19,7 @@ ReduceOp = Literal["mean", "sum", "min", "max"]
 
 
 class UnlikeTensorsError(ValueError):
-    """Raised if processes pass tensors of different shapes or dtypes to a collective; ``found`` lists them by rank."""
+    """Raised if processes pass different shapes or dtypes to a collective; ``found`` lists what each rank passed."""
 
     def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -30,8 +30,8 @@ class Communication:
     """The processes of a run: how they start, their ranks, what they exchange, and how they stop together.
 
     By default there is one process, so collectives return their input. To run several processes, derive from
-    ``DistributedStrategy``, which overrides all of these methods. If some processes see the same data, also override
-    ``data_rank``, ``num_data_ranks`` and ``data_group``.
+    ``DistributedStrategy``, which implements the collectives with torch.distributed. If some processes see the same
+    data, also override ``data_rank``, ``num_data_ranks`` and ``data_group``.
     """
 
     #: Returns a description of what the run is doing now; set by the run.
@@ -48,7 +48,7 @@ class Communication:
         return None
 
     def told_at_start(self) -> str:
-        """Return the startup message about the processes; empty for a single process, or if already printed."""
+        """Return the startup message about the processes; empty for a single process, or if it was already printed."""
         return ""
 
     @property
@@ -163,7 +163,7 @@ class Communication:
         return objects[0]
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
-        """Wait until all processes have called this; if one process does not, the error shows ``name``."""
+        """Wait until all processes have called this method; if a process does not call it, the error shows ``name``."""
 
     def compute_metric(self, metric: Any) -> Any:
         """Return the value of a torchmetrics ``Metric`` across all processes; every process must call this."""
@@ -182,11 +182,11 @@ class Communication:
         return flag
 
     def same(self, text: str, place: str = "same") -> bool:
-        """Return True if all processes pass the same text. If one does not call this, the error shows ``place``."""
+        """Return True if all ranks pass the same text. If a rank does not call this, the error shows ``place``."""
         return True
 
     def unlike(self, description: T, group: Any = None) -> list[T]:
-        """Return the descriptions that all processes pass, by rank, if they differ; otherwise, return an empty list.
+        """Return the descriptions that all processes pass, in rank order, if they differ; otherwise, an empty list.
 
         If the descriptions are the same, only 16 bytes are exchanged.
         """
@@ -207,7 +207,7 @@ class Communication:
         return Stop(boundary, signum, (self.global_rank,))
 
     def reports(self) -> dict[int, str] | None:
-        """Return a report on what each process is doing, by rank; None while another process is collecting reports."""
+        """Return a report on what each process is doing, keyed by rank; None while another process collects reports."""
         return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     def abandon(self, error: BaseException) -> None:

@@ -20,7 +20,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def scope_of(settings: Any) -> str | None:
-    """Return what to compile, as one of :data:`SCOPES`; None if nothing."""
+    """Return what to compile, as one of :data:`SCOPES`; None if nothing is to be compiled."""
     if isinstance(settings, Mapping):
         scope = settings.get("scope", "networks")
         return None if settings.get("disable") and scope in ("step", "graphs") else scope

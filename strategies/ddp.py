@@ -70,8 +70,8 @@ class DDPStrategy(DistributedStrategy):
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        find_unused_parameters: in each step, look for parameters that the loss does not depend on. If None, do so only
-            with manual optimization, where a loss rarely depends on all networks.
+        find_unused_parameters: whether to look in each step for parameters that the loss does not depend on. None means
+            only with manual optimization, where a loss rarely depends on all networks.
         ddp_comm_hook: how to reduce a bucket: a function from torch.distributed.algorithms.ddp_comm_hooks, or
             ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
         ddp_comm_state: the hook's state; for PowerSGD, it can also be a dict of arguments for ``PowerSGDState``.
@@ -320,8 +320,8 @@ class DDPStrategy(DistributedStrategy):
         """Watch parameters that were added after wrapping.
 
         Raises:
-            RuntimeError: the dtype, device or shape of a parameter has changed since it was wrapped, so torch no longer
-                notices its gradients.
+            RuntimeError: the dtype, device or shape of a parameter has changed since the module was wrapped, so torch
+                no longer notices the parameter's gradients.
         """
         if self.talks:
             for (name, before), parameter in zip(self._kinds.items(), self._reduced, strict=True):
@@ -330,8 +330,8 @@ class DDPStrategy(DistributedStrategy):
                     raise RuntimeError(
                         f"{type(module).__name__}.{name} was converted from {old} to {new} after "
                         "DistributedDataParallel had wrapped the model, so its gradients would no longer be averaged. "
-                        "Convert it before training: in __init__ or configure_model (in your own loop, before "
-                        "prepare), or with precision='64-true' or 'bf16-true'."
+                        "Convert the parameter before training: in __init__ or configure_model (in your own loop, "
+                        "before prepare), or with precision='64-true' or 'bf16-true'."
                     )
         known = {*self._reduced, *self._kept_local}
         late = (p for p in module.parameters() if p not in known and p not in self._late)
@@ -361,7 +361,7 @@ class DDPStrategy(DistributedStrategy):
             messages.warn_once(
                 f"{type(module).__name__}: {', '.join(odd[:5])}{' ...' if odd[5:] else ''} "
                 f"{'differ' if odd[1:] else 'differs'} between the ranks, although ddp averages the gradients, so the "
-                "ranks train different models. Usually, a hook has set random weights. Seed it the same way on every "
+                "ranks train different models. Usually, a hook has set random weights. Use the same seed on every "
                 "rank, or copy rank 0's values (torch.distributed.broadcast).",
                 key="differing replicas",
             )
@@ -374,7 +374,7 @@ class DDPStrategy(DistributedStrategy):
 
     @property
     def _armed(self) -> bool:
-        """Whether the next backward pass averages gradients: as in torch, only the first one after a forward pass."""
+        """Whether the next backward pass averages gradients, which only the first one after a forward pass does."""
         wrapped: Any = self._wrapped
         return wrapped.module.armed
 
@@ -466,7 +466,7 @@ class _Step(nn.Module):
     Attributes:
         communicates: whether the backward pass of the next forward pass communicates gradients.
         announced: whether torch expects a backward pass and will reduce its gradients.
-        armed: the same, but only until the gradients of late parameters are averaged or the optimizer steps.
+        armed: like ``announced``, but only until the gradients of late parameters are averaged or the optimizer steps.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -41,7 +41,7 @@ class _AllGather(Function):
 
 
 def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
-    """Sum a tensor across the processes of a group (all processes if None). Gradients are summed in the same way."""
+    """Sum a tensor across the processes of ``group``; None means all processes. Gradients are summed the same way."""
     return _AllReduce.apply(tensor, group)  # type: ignore[return-value]
 
 

@@ -108,7 +108,7 @@ class DistributedStrategy(Strategy):
             ``"fork"`` and ``"forkserver"`` call the function in new processes. ``"auto"`` chooses ``"popen"`` in a
             script; elsewhere (pytest, notebooks), it chooses ``"fork"``, or ``"spawn"`` if this process cannot be
             forked and a new process can import the code.
-        numa: bind each process to the cores of its GPU's NUMA node.
+        numa: whether to bind each process to the cores of its GPU's NUMA node.
     """
 
     communicates_gradients: ClassVar[bool] = True
@@ -197,7 +197,7 @@ class DistributedStrategy(Strategy):
         )
 
     def same_model(self, module: nn.Module) -> None:
-        """Raise on every rank if the ranks built different models; the error shows the first difference."""
+        """If the ranks built different models, raise an error on every rank; the message shows the first difference."""
         owner, named = type(module).__name__, list(module.named_parameters())
         if not self.holds_whole_module and quantized_layers(module):
             raise RuntimeError(
@@ -373,7 +373,7 @@ class DistributedStrategy(Strategy):
             )
 
     def _same_shapes(self, data: Any, group: Any) -> None:
-        """Raise on every rank if the ranks' tensors differ, because the collective would mix them up or hang."""
+        """Raise an error on every rank if shapes or dtypes differ, because the collective would mix up data or hang."""
         mine = [(tuple(t.shape), str(t.dtype)) for t in pytree.tree_leaves(data) if isinstance(t, Tensor)]
         found = self.unlike(mine, group)
         if found:
@@ -431,7 +431,7 @@ class DistributedStrategy(Strategy):
             )
 
     def before_evaluation(self, module: nn.Module) -> None:
-        """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only rank 0's."""
+        """Broadcast rank 0's buffers, such as batch norm statistics, because checkpoints contain only these."""
         if self.talks:
             ignored = ignored_by_ddp(module)
             same_tensors((b for name, b in module.named_buffers() if name not in ignored), self.data_group)
@@ -484,7 +484,7 @@ class DistributedStrategy(Strategy):
 
 
 def check_backend(backend: str | None, kind: str, written: str) -> None:
-    """Raise if the backend is NCCL but the devices are not CUDA; ``written`` is the user's setting, for the error."""
+    """Raise an error that quotes ``written``, the user's setting, if the backend is NCCL and the device is not CUDA."""
     if backend == "nccl" and kind != "cuda":
         raise ValueError(
             f"{written}: NCCL only works with CUDA devices, but this run is on {kind!r}. Leave the backend out; the "

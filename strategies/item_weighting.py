@@ -18,9 +18,9 @@ class ItemWindow:
     """Weights the loss of each micro-batch in an accumulation window by its number of items.
 
     Each loss is multiplied by its number of items and divided by ``unit``, a power of two. When the window is complete,
-    its gradients are multiplied by the factor from :meth:`finish`, which turns them into gradients of the mean over all
-    ranks' items. ``items`` counts this rank's items in the window so far. ``said`` is the beginning of error messages
-    and says where the counts come from, such as ``"Net.training_step returned"``.
+    multiplying its gradients by the factor from :meth:`finish` turns them into gradients of the mean over all ranks'
+    items. ``items`` counts this rank's items in the window so far. ``said`` is the beginning of error messages and says
+    where the counts come from, such as ``"Net.training_step returned"``.
     """
 
     def __init__(self, strategy: Strategy, said: str) -> None:
@@ -67,8 +67,8 @@ class ItemWindow:
         first = float(items)
         if not 0 <= first < math.inf:
             raise ValueError(
-                f"{self.said} num_items={first!r}. It must be the number of items that the loss is averaged over, "
-                "which is 0 or more."
+                f"{self.said} num_items={first!r}. num_items must be the number of items that the loss is averaged "
+                "over, which is 0 or more."
             )
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
 

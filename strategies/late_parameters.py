@@ -17,11 +17,11 @@ class LateParameters:
         self._watched: dict[nn.Parameter, Any] = {}
 
     def __reduce__(self) -> Any:
-        """Copy without the parameters, whose hooks belong to this process and run."""
+        """Copy this object without the parameters, because their hooks belong to this process and this run."""
         return LateParameters, ()
 
     def watch(self, parameters: Iterable[nn.Parameter], then: Callable[[nn.Parameter], None]) -> list[nn.Parameter]:
-        """Watch parameters, which may be frozen, until :meth:`forget` is called or ``then``'s owner is gone.
+        """Watch parameters, which may be frozen, until :meth:`forget` is called or the owner of ``then`` is deleted.
 
         Args:
             parameters: the parameters to watch in addition to those that are watched already.

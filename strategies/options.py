@@ -28,7 +28,7 @@ class Options:
     Attributes:
         fsdp: arguments for FSDPStrategy.
         deepspeed: arguments for DeepSpeedStrategy.
-        mesh: arguments for ModelParallelStrategy; the product of their sizes is the number of processes.
+        mesh: arguments for ModelParallelStrategy, including sizes whose product is the number of processes.
         ddp: arguments for DDPStrategy.
         process_group: arguments for every multi-process strategy.
         written: the text that the user wrote for each group of arguments, for error messages.
@@ -49,8 +49,8 @@ class Options:
             else:
                 why, mend = "DeepSpeed splits the model itself", "Leave one of them out"
             raise ValueError(
-                f"{self.written['deepspeed']} and {other} contradict each other: {why}. {mend} (they may come from "
-                "the settings use_deepspeed, use_fsdp or use_parallelism_config)."
+                f"{self.written['deepspeed']} and {other} contradict each other: {why}. {mend}. These "
+                "arguments may come from the settings use_deepspeed, use_fsdp or use_parallelism_config."
             )
 
     @property
@@ -95,7 +95,7 @@ class Options:
         return found | dict(mesh)
 
     def refuse(self, strategy: str) -> None:
-        """Raise if there are any options, because this strategy does not accept them."""
+        """Raise an error if there are any options, because this strategy does not accept them."""
         if self.given:
             raise ValueError(
                 f"{self.given} cannot be combined with strategy {strategy}. Pass these arguments to a Strategy object, "
@@ -103,7 +103,7 @@ class Options:
             )
 
     def check_size(self, num_processes: int) -> None:
-        """Raise if the product of the mesh's sizes does not equal the number of processes."""
+        """Raise an error if the product of the mesh's sizes does not equal the number of processes."""
         if self.mesh is not None and self.size != num_processes:
             raise ValueError(
                 f"{self.written['mesh']} needs {self.size} processes, but this run has {num_processes}. Change one of "

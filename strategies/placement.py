@@ -25,10 +25,10 @@ T = TypeVar("T")
 class Placement:
     """Moves modules, optimizers and batches to a device and converts them to a precision's dtypes.
 
-    These methods are called when a run starts, never during a step. This class keeps the whole module on one device. A
-    subclass overrides ``setup_module`` to shard the module, ``wrap_for_training`` and ``bind_step`` to run training
-    steps through a wrapper, ``setup_optimizers`` to change optimizers, and ``init_context`` to change how layers are
-    created.
+    The methods of this class are called when a run starts, never during a step. The class keeps the whole module on one
+    device. A subclass overrides ``setup_module`` to shard the module, ``wrap_for_training`` and ``bind_step`` to run
+    training steps through a wrapper, ``setup_optimizers`` to change optimizers, and ``init_context`` to change how
+    layers are created.
 
     Args:
         device: the device of the module and the batches.
@@ -85,7 +85,7 @@ class Placement:
             yield
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Convert the module to the precision's dtype, move it to the device, and shard it if the strategy does so.
+        """Convert the module to the precision's dtype, and move it to the device. A subclass may also shard it.
 
         Layers on the meta device are allocated and initialized.
         """
@@ -107,7 +107,7 @@ class Placement:
         """If ``synchronize``, let batch norms use all processes' batches. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        """Return a wrapper for a module that is set up, or the module if this strategy trains without a wrapper."""
+        """Return a wrapper for a module that has been set up, or the module itself if training needs no wrapper."""
         return module
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:

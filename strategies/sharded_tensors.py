@@ -74,7 +74,7 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
 def cut_if_fits(value: Any, own: Any) -> Any:
     """Shard a tensor with the layout of ``own`` if the two have the same shape.
 
-    If ``own`` is plain, a sharded tensor is gathered instead. Other values are returned unchanged, so that
+    If ``own`` is a plain tensor, a sharded tensor is gathered instead. Other values are returned unchanged, so that
     ``load_state_dict`` reports them.
     """
     if isinstance(value, DTensor) and isinstance(own, Tensor) and not isinstance(own, DTensor):

@@ -70,7 +70,7 @@ class State:
         move_optimizer_state(optimizer, self.device)
 
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
-        """Return this process's gradients of an unfinished accumulation window on the CPU, by parameter name.
+        """Return this process's gradients of an unfinished accumulation window, on the CPU, keyed by parameter name.
 
         Returns None if the strategy does not support this.
         """

@@ -283,7 +283,8 @@ class Request:
     Attributes:
         again: whether the run restarts from one of its own checkpoints; if so, its loggers continue their logs.
         trial: whether the request comes from a :class:`~..tuner.tuner.Tuner` and therefore loads no checkpoint.
-        show_results: prints the results of an evaluation; called with the results and the entry point's name.
+        show_results: function that prints the results of an evaluation; called with the results and the entry point's
+            name.
     """
 
     fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
@@ -306,7 +307,7 @@ def check_request(running: str | None, request: Request) -> None:
     if running is not None:
         raise RuntimeError(
             f"{name}() was called while {running} is running, but a Trainer can execute only one run at a time. Call "
-            f"it after {running}, or use another Trainer."
+            f"it after {running} has ended, or use another Trainer."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, storage.Remote)):
         raise TypeError(

@@ -43,7 +43,7 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the training step in the callbacks' ``around_training_step`` and, if requested, a check of its loss."""
+    """Wrap the training step in the callbacks' ``around_training_step`` and, if requested, in a check of the loss."""
     module = run.module
     if run.trainer.detect_anomaly:
         finite, step = LossReader(module, run.strategy).finite, bound

@@ -94,7 +94,7 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_samples(run: Run) -> int | None:
-    """Return the number of samples in a full batch on all ranks; without a loader, the number in the checkpoint."""
+    """Return the number of samples in a full batch on all ranks; without a loader, the resumed checkpoint's number."""
     resumed = run.fit.resumed if run.fit is not None else None
     if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples

@@ -155,7 +155,7 @@ class Saver:
             run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the checkpoint that further training does not change.
+        """Copy the checkpoint, so that further training does not change what is saved, and return the copy.
 
         This method, rather than the writer thread, raises an error if a value cannot be stored in a file.
         """

@@ -103,7 +103,7 @@ class WholeStep:
         self.window_end = self.compiled("window_end", lambda *args: self.trace_update(*args))
 
     def compiled(self, name: str, function: Any, **more: Any) -> Callable[..., Any]:
-        """Compile a function under a unique name, because torch caches code and known shapes by name."""
+        """Compile a function under a unique name, because torch's caches of code and shapes are keyed by name."""
         function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
         return by_strategy(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
@@ -136,7 +136,7 @@ class WholeStep:
 
         Args:
             batch: the batch, on its device.
-            batch_idx: its index in the epoch.
+            batch_idx: the batch's index in the epoch.
             by_items: whether ``num_items`` is expected.
             before: the number of items in the window's earlier micro-batches as a float64 tensor of shape (), or None.
             complete: whether this is the window's last micro-batch.
@@ -209,7 +209,7 @@ class WholeStep:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a compiled function, then log the values that it recorded.
 
-        Raises RuntimeError if torch cannot compile it into one graph.
+        Raises RuntimeError if torch cannot compile the function into one graph.
         """
         for optimizer in self.optimizers:
             optimizer.refresh()
@@ -287,8 +287,8 @@ def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
 class CompiledStep(TrainStep):
     """A step that calls one compiled function per batch.
 
-    The first update of a fit runs uncompiled. This lets the optimizer create its state, and a mistake in
-    ``training_step`` raises its own error rather than the compiler's.
+    The first update of a fit runs uncompiled, so that the optimizer can create its state and a mistake in
+    ``training_step`` raises Python's usual error instead of one from the compiler.
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:

@@ -88,7 +88,7 @@ class DataSource:
             )
 
     def hook(self, stage: str) -> Callable[[], Any] | None:
-        """Return the hook that creates a stage's loaders, if the DataModule or the module defines it."""
+        """Return the hook that creates a stage's loaders; None if neither the DataModule nor the module defines it."""
         run, name = self.run, HOOK[stage]
         found = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
         return found or overridden(run.trainer.training_module, name, TrainingModule)
@@ -144,10 +144,10 @@ class DataSource:
             messages.warn_once(
                 f"The {self.run.strategy.num_data_ranks} processes share the last batch of "
                 f"{'loader' if one else 'loaders'} {', '.join(map(str, indices))} of the CombinedLoader "
-                "unevenly. A loss has only one weight, and the batches of the other loaders in that step are shared "
-                "differently, so each sample counts more on a process with fewer samples. Pass drop_last=True to "
-                f"{'that loader' if one else 'those loaders'}, or use a number of samples that the processes can "
-                "share evenly."
+                "unevenly. Because a step's loss has a single weight for the batches of all loaders, this cannot be "
+                "corrected: on a process with fewer samples from that batch, each of them counts more. Pass "
+                f"drop_last=True to {'that loader' if one else 'those loaders'}, or use a number of samples that the "
+                "processes can share evenly."
             )
 
     def share(self, batch_idx: int, at_end: bool) -> float:
@@ -356,6 +356,6 @@ class DataSource:
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:
-        """Return True if one batch is fetched ahead, to overlap its copy with compute or to detect the last one."""
+        """Return True if one batch is fetched ahead, to overlap its copy with compute or to detect the last batch."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
         return kind_of(self.run.strategy.device).overlaps_copies() or unknown

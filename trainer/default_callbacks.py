@@ -196,7 +196,7 @@ def check_state_keys(callbacks: list[Callback]) -> None:
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):
             raise ValueError(
                 f"Two callbacks save their state under the same key {key!r} ({type(seen[key]).__name__} and {name}), "
-                "so one would overwrite the other. Remove one, or give one its own key with a subclass: "
+                "so one would overwrite the other. Remove one of them, or give one a different key with a subclass: "
                 f"class Second{name}({name}): state_key = 'Second{name}'"
             )
         seen[key] = callback

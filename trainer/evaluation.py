@@ -37,7 +37,8 @@ FETCHES = {
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    With ``keep_predictions``, it collects the outputs of ``predict_step``; ``gather`` adds those of other ranks.
+    With ``keep_predictions``, the loop collects the outputs of ``predict_step``; with ``gather``, it also collects the
+    outputs of the other ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -218,7 +219,7 @@ class EvalLoop:
                 if iterator.taken == taken:
                     raise RuntimeError(
                         f"{name}(dataloader_iter) returned without calling next(dataloader_iter), so the evaluation "
-                        "would never end. Call it: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+                        "would never end. Fetch a batch: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
                     )
                 run.state.evaluated += iterator.taken - taken
                 self.fetched = iterator.last
@@ -232,9 +233,10 @@ class EvalLoop:
         run.predict_batch_indices.append([])
 
     def check_length(self, loader: Any, seen: int, limit: float, known: float) -> None:
-        """Raise if a loader yielded a different number of batches than its length, or if an iterator is exhausted.
+        """Raise if the number of batches that a loader yielded differs from its length, or if an iterator is exhausted.
 
-        Without batches, no values are logged, and callbacks would monitor those of the previous validation.
+        If there were no batches, no values would be logged, and callbacks would monitor the values of the previous
+        validation.
         """
         if seen == 0 and isinstance(loader, Iterator):
             self.refuse_empty(
@@ -273,7 +275,7 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """Return pairs of a batch and a flag, which is False if the batch is run only so that other ranks can run."""
+        """Return pairs of a batch and a flag, which is False if the batch is run only because other ranks have one."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)

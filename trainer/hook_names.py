@@ -49,7 +49,7 @@ _CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
 
 
 def calling_hook() -> str:
-    """Return the name of the user's hook or step on the call stack; empty if there is none."""
+    """Return the name of the user's hook or step on the call stack; an empty string if there is none."""
     # The innermost frames are self.log and the functions that it calls.
     for frame in dropwhile(lambda frame: owner_of(frame) == "package", call_stack()):
         if owner_of(frame) == "package":

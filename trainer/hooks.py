@@ -118,7 +118,7 @@ def own_methods(owner: Any, base: type) -> list[str]:
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """Return the hook that ``name`` is probably meant to be (it is misspelled or a former name), or None."""
+    """Return the hook of which ``name`` is a former name or probably a misspelling, or None if there is none."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")

@@ -75,8 +75,8 @@ def check_together(module: TrainingModule, optimizers: Sequence[Optimizer], said
         if needs_closure(optimizer):
             raise ValueError(
                 f"{said} {_names(optimizers)}. {type(optimizer).__name__} evaluates the loss itself, perhaps several "
-                "times per step, so the gradients of the other optimizers would be out of date. Return it alone, or "
-                f"{by_hand}."
+                "times per step, so the gradients of the other optimizers would be out of date. Return only that "
+                f"optimizer, or {by_hand}."
             )
     seen: dict[int, Optimizer] = {}
     for optimizer in optimizers:

@@ -51,7 +51,7 @@ class LoggedValues(dict[str, Value]):
 
 
 class CallbackValues(LoggedValues["Tensor"]):
-    """The dict ``trainer.callback_metrics``. A value set here can be monitored until that name is logged."""
+    """The dict ``trainer.callback_metrics``. A value set here can be monitored until the same name is logged."""
 
     __slots__ = ("_store",)
 

@@ -262,7 +262,10 @@ class FitLoop:
         return starts if self.repeats is None else (self.forget_repeats, *starts), ends
 
     def forget_repeats(self, batch: Any, batch_idx: float) -> None:
-        """Discard what batches that a resumed run trained on again have logged, as the epoch's values had it before."""
+        """Discard the values that repeated batches have logged, once the resumed run has repeated all of them.
+
+        The epoch's restored values already contain these batches.
+        """
         if self.repeats is not None and batch_idx >= self.repeats.until:
             self.repeats.forget()
             self.repeats = None
@@ -328,7 +331,11 @@ class FitLoop:
         return iterator
 
     def position_in_data(self) -> dict[str, Any]:
-        """Return this rank's position in the data for a checkpoint. A resumed run fetches a prefetched batch again."""
+        """Return this rank's position in the data for a checkpoint.
+
+        If the next batch has already been prefetched, the position is before that batch, and a resumed run fetches it
+        again.
+        """
         if self.resumed is not None:
             return self.resumed.position_in_data()
         batches = None if self.state.epoch_done else self._fetched
@@ -346,8 +353,8 @@ class FitLoop:
 
         After a resume, do only the work that the saved run had not done yet.
 
-        ``reason`` is why the run stops after this batch; empty if it does not stop. Return ``reason``, or a new reason
-        from validation.
+        ``reason`` is why the run stops after this batch; an empty string if it does not stop. Return ``reason``, or a
+        new reason from validation.
         """
         state, validation, schedules = self.state, self.validation, self.schedules
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
@@ -501,7 +508,7 @@ class FitLoop:
         raise RuntimeError(why)
 
     def wrong_length(self, seen: str) -> str:
-        """Return the error text for a loader that yields more or fewer batches than its length."""
+        """Return the error text for a loader that yields more or fewer batches than its length says."""
         return (
             f"The train_dataloader has length {self.run.source.num_training_batches}, but yielded {seen} "
             f"batch{'es' * (seen != 'only 1')} in epoch {self.state.epoch}. Accumulation windows, validation and "

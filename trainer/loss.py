@@ -23,7 +23,7 @@ class LossReader:
     Attributes:
         together: whether a callback makes all ranks skip the same batches.
         form_known: whether a loss has been read; from then on, ``by_items`` no longer changes.
-        by_items: whether ``training_step`` returns ``num_items``, which weights losses in ``window``.
+        by_items: whether ``training_step`` returns ``num_items``, by which ``window`` then weights the losses.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, together: bool = False) -> None:

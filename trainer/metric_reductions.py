@@ -58,7 +58,7 @@ class Record:
         resumed: whether the record was restored from a checkpoint and has not been updated since.
         hook: the hook that logged the name first; empty if that happened in another process.
         together: whether processes share each step's value (:mod:`.shared_step_values`).
-        is_void: whether the epoch's value was computed, but a torchmetrics object had none.
+        is_void: whether the epoch's value was requested from a torchmetrics object that had no value.
     """
 
     reduction = "last"
@@ -438,7 +438,7 @@ def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
     if found not in REDUCTIONS:
         shown = getattr(reduce_fx, "__name__", reduce_fx)
         raise ValueError(
-            messages.unknown(f"reduce_fx for self.log({name!r})", shown, REDUCTIONS, ", or log a torchmetrics Metric")
+            messages.unknown(f"reduce_fx for self.log({name!r}):", shown, REDUCTIONS, ", or log a torchmetrics Metric")
         )
     return str(found)
 

@@ -209,7 +209,7 @@ class MetricStore:
     def muted(self, module: nn.Module) -> Iterator[None]:
         """Context manager that discards logged values and updates of the module's torchmetrics.
 
-        It is used for a batch that a process runs only because the other processes run one. Names that are first logged
+        Used for a batch that a process runs only because the other processes run one. Names that are first logged
         inside the context stay known, so that all processes have the same names.
         """
         table, known, forget = self.records, set(self.records), self.remember_all(module)
@@ -457,7 +457,7 @@ class MetricStore:
         return results
 
     def _drop(self, record: Record) -> None:
-        """Forget the value of an earlier epoch, which callbacks must not judge again."""
+        """Forget the value of an earlier epoch, so that callbacks do not act on it again."""
         for name in (record.epoch_key, record.key):
             self._finished.pop(name, None)
 
@@ -484,7 +484,7 @@ class MetricStore:
             self._check_values(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
-        """Discard everything that the stage has logged, because a sanity check's values are not results."""
+        """Discard everything that the stage has logged. Called after a sanity check, whose values are not results."""
         for key in [key for key in self._tables if key[0] == self.state.stage]:
             del self._tables[key]
         self._finished.clear()
@@ -552,7 +552,7 @@ def _stacked(values: Iterable[Tensor]) -> Tensor:
 
 
 class _HostCopy:
-    """A transfer of scalar values to the host, which starts immediately and is read once it is complete."""
+    """A transfer of scalar values to the host. It starts immediately; the values are read once it is complete."""
 
     def __init__(self, values: dict[str, Any], step: int = 0, epoch: int | None = 0) -> None:
         self.step, self.epoch = step, epoch

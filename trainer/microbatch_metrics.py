@@ -144,7 +144,7 @@ class _Call(Heard):
 def listened(
     store: MetricStore, listener: Callable[[str, Any, RecordOptions], Heard], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a function, and use ``listener`` to create a replacement for the record of each name that it logs."""
+    """Call ``function``, and use ``listener`` to create a replacement for the record of each name that it logs."""
     before, store.records = store.records, Table()  # empty, so that every self.log call requests its record
     store.listener = listener
     try:

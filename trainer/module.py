@@ -307,7 +307,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward on the scalar loss, which is scaled under fp16.
 
-        Override this to pass ``retain_graph``, for example.
+        Override this method to pass ``retain_graph``, for example.
         """
         loss.backward(*args, **kwargs)
 
@@ -344,7 +344,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         optimizer: ManagedOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Run one optimizer step in automatic optimization. Override this to skip steps, but always run the closure.
+        """Run one optimizer step in automatic optimization. An override may skip steps, but must run the closure.
 
         If there are several optimizers, ``optimizer`` represents all of them and lists them in
         ``optimizer.optimizers``, here and in the other methods and hooks of a step.
@@ -373,7 +373,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
-        """Clip the gradients before a step, with the Trainer's settings. Override this to use your own rule."""
+        """Clip the gradients before a step, with the Trainer's settings. Override this method to use your own rule."""
         self.clip_gradients(
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
         )
@@ -553,7 +553,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         Args:
             checkpoint_path: a Paceline checkpoint, or a Lightning ``.ckpt``.
             map_location: where to put the tensors; CPU by default.
-            hparams_file: a ``.yaml`` or ``.csv`` with constructor arguments, instead of those in the checkpoint.
+            hparams_file: a ``.yaml`` or ``.csv`` file with constructor arguments, used instead of those in the
+                checkpoint.
             strict: whether all keys must match; the module's ``strict_loading`` if None.
             weights_only: if False, also load hyperparameters that are objects; loading them can run code that the file
                 specifies.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ModuleHooks:
     """Hooks that a module can define. They run at the same points as a callback's hooks and may do the same things.
 
-    Each hook runs on every rank after the callbacks' hook of that name, unless its docstring says otherwise.
+    Each hook runs on every rank after the callbacks' hooks of the same name, unless its docstring says otherwise.
     """
 
     #: If True, :meth:`prepare_data` runs once per machine; if False (for a shared disk), once per run.
@@ -40,7 +40,10 @@ class ModuleHooks:
         """Called at the very end of a run, even after an exception."""
 
     def configure_model(self) -> None:
-        """Build large layers here; the strategy shards them afterward. Runs at every entry point; build only once."""
+        """Build large layers here; the strategy shards them afterward.
+
+        This hook runs at every entry point, so build only the layers that do not exist yet.
+        """
 
     def configure_callbacks(self) -> Callback | list[Callback]:
         """Return callbacks to add; each replaces the Trainer's callbacks of the same type."""
@@ -76,7 +79,7 @@ class ModuleHooks:
         """
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before each backward pass. ``loss``, shape (), is divided for accumulation but not scaled for fp16."""
+        """Called before each backward pass. ``loss`` (shape ()) is divided for accumulation but not scaled for fp16."""
 
     def on_after_backward(self) -> None:
         """Called after each backward pass. Gradients may be scaled, sharded and not yet averaged across ranks."""
@@ -85,7 +88,7 @@ class ModuleHooks:
         """Called before each optimizer step and before clipping, with unscaled gradients averaged across ranks."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called after each optimizer step, before its gradients are cleared."""
+        """Called after each optimizer step, before the gradients that it used are cleared."""
 
     def on_validation_start(self) -> None:
         """Called when validation starts."""
@@ -179,7 +182,7 @@ class ModuleHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device and return it. Override this for batch types that Paceline does not support."""
+        """Move a batch to the device and return it. Override this hook for batch types that are not supported."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -68,7 +68,7 @@ def _fit_put_aside(run: Run) -> Iterator[None]:
 
 
 def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) -> bytes | None:
-    """Run a request in a started process, from the RNG states in ``random``. Rank 0 returns a report."""
+    """Run a request in a started process, beginning with the RNG states in ``random``. Rank 0 returns a report."""
     set_random_states(random)
     sent = {name for name, _ in find_module(trainer.current_run, request)[0].named_modules()}
     run = trainer.current_run = Run(trainer, request, trainer.current_run)
@@ -86,7 +86,7 @@ def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) 
 
 
 def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
-    """Pickle the layers that the run added, by name; layers that cannot be pickled are left out."""
+    """Return a dict, by name, of the pickled layers that the run added, without those that cannot be pickled."""
     added = {name: part for name, part in module.named_modules() if name not in sent}
     first = {name: part for name, part in added.items() if name.rpartition(".")[0] in sent}
     packed = {name: _try(part, {}, _WriterOfLayers) for name, part in first.items()}

@@ -293,7 +293,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     unused = [key for key in settings if key not in ("scheduler", "name")]
     if unused and not automatic:
         messages.warn_once(
-            f"{owner} sets {messages.names(unused, 'and')} for a scheduler, but manual optimization ignores such "
+            f"{owner} sets {messages.names(unused, 'and')} for a scheduler, but manual optimization ignores these "
             "settings. Call step() on self.lr_schedulers() in a hook or step of your own.",
             category=messages.ValueWarning,
         )
@@ -314,7 +314,8 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     if config.reduce_on_plateau and config.monitor is None and automatic:
         raise ValueError(
             f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to react to. Return "
-            "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}} with a name that you log."
+            "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}, where 'monitor' is the "
+            "name of a metric that you log."
         )
     if config.reduce_on_plateau:
         check_direction(type(scheduler).__name__, config.monitor, getattr(scheduler, "mode", ""))

@@ -10,7 +10,7 @@ class Moment:
         name: the name of the hook or step in error messages.
         on_step: default of ``on_step``; ``on_epoch`` defaults to its opposite.
         step_allowed: whether ``on_step=True`` is allowed.
-        instead: if ``self.log`` cannot be used in this part, where to use it instead; otherwise empty.
+        instead: if ``self.log`` cannot be used in this part, where to use it instead; otherwise an empty string.
     """
 
     __slots__ = ("instead", "name", "on_step", "step_allowed")

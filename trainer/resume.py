@@ -242,12 +242,12 @@ class Resumed:
             self._set((self.own or {}).get("random"), self._seed)
 
     def repeats(self) -> Repeats | None:
-        """Return the batches to train on again whose values :meth:`restore` has restored; None if there are none."""
+        """Return the batches to train on again although :meth:`restore` has restored their values, or None."""
         repeated = self.in_loops and self._logged_until > self.run.state.next_batch
         return Repeats(self.run, self._logged_until) if repeated else None
 
     def _waiting(self) -> tuple[dict[str, Any], str]:
-        """Merge the gradients saved before a manual step if the number of ranks has changed; also describe them."""
+        """Merge the gradients saved before a manual step if the number of ranks has changed; also return a summary."""
         saved = [kept["gradients"] or {} for kept in self.ranks]
         if self._alike or self.run.module.automatic_optimization or not any(saved):
             return {}, ""
@@ -276,7 +276,10 @@ class Resumed:
             seed.seed_all(otherwise)
 
     def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
-        """Restore the loader's state; return True if that includes its position, so that no batch must be skipped."""
+        """Restore the loader's state; return True if that state includes the loader's position.
+
+        If it does, the batches before the position do not have to be skipped.
+        """
         if not self.in_loops or not self.ranks:
             return False
         kept = (self.own or self.ranks[0])["loader"]

@@ -53,7 +53,7 @@ class Run:
     Args:
         trainer: the Trainer, whose arguments apply.
         request: the call to carry out; None before the first run.
-        before: the previous run, whose module, counters and optimizers this one takes over.
+        before: the previous run, whose module, counters and optimizers this run takes over.
 
     Attributes:
         state: the Trainer's counters, which the next run takes over.
@@ -150,7 +150,7 @@ class Run:
                 logger.log_metrics(metrics=metrics, step=step)
 
     def count_save(self) -> int:
-        """Count a new save and return its number, which follows the latest in this run or its checkpoint folders."""
+        """Count a new save and return its number, one above the latest in this run and in its checkpoint folders."""
         self.saves += 1
         return self.saves
 
@@ -160,7 +160,7 @@ class Run:
         """Carry out the run; restart it from a checkpoint each time a callback raises :class:`Rollback`."""
         given = request = self.request
         if given is None or request is None:
-            raise RuntimeError("This Run has nothing to do. Call its Trainer, such as trainer.fit(module).")
+            raise RuntimeError("This Run has nothing to do. Call a method of its Trainer, such as trainer.fit(module).")
         at_start = self.state.state_dict()
         while True:
             self.state.begin(request.fn)

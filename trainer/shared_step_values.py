@@ -70,8 +70,8 @@ class Sharing:
     def share(self, counts: bool = True, weight: float = 1.0) -> None:
         """Reduce the values logged since the last reduction; every process must call this after each of its batches.
 
-        This process's values are included only if ``counts`` is True and it is not ``muted``; ``weight`` is the weight
-        of its means. Raises ValueError if the processes logged different names.
+        This process's values are included only if ``counts`` is True and ``self.muted`` is False; ``weight`` is the
+        weight of this process's means in the reduction. Raises ValueError if the processes logged different names.
         """
         counts = counts and not self.muted
         self.muted = False
@@ -94,7 +94,8 @@ class Sharing:
     def _settled(self) -> bool:
         """Return True if the processes share values here.
 
-        They decide this at the first batch. If they start later, all of them must start in the same batch.
+        The processes decide this at the first batch. If they start to share values only later, all of them must start
+        in the same batch.
         """
         if not self._agreed:
             self._agreed = True
@@ -191,7 +192,7 @@ def keep_step(places: Iterable[Sharing]) -> None:
 
 
 def _name(group: Any) -> str:
-    """Return a process group's name, the same in each of its processes; empty for the group of all processes."""
+    """Return a process group's name, the same in each of its processes; the group of all processes has the name ""."""
     return getattr(group, "group_name", "")
 
 
@@ -200,7 +201,10 @@ def _op(record: Record) -> str:
 
 
 def _checksums(labels: Any) -> tuple[int, int]:
-    """Return two 20-bit checksums, whose squares stay exact in float64 when summed across thousands of processes."""
+    """Return two 20-bit checksums of the labels.
+
+    The squares of such small numbers stay exact in float64 when they are summed across thousands of processes.
+    """
     digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little") >> 12, int.from_bytes(digest[4:], "little") >> 12
 

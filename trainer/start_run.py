@@ -199,8 +199,8 @@ def _unwrapped(module: Any) -> Any:
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
-        f"The module was passed wrapped in {type(module).__name__}. It has been unwrapped, because the strategy wraps "
-        "it itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
+        f"The module was passed wrapped in {type(module).__name__}. The wrapper was removed, because the strategy "
+        "wraps the module itself. Pass the bare module and use Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 
@@ -342,7 +342,7 @@ def misspelled(module: TrainingModule, name: str) -> str:
 
 
 def prepare_data(run: Run) -> None:
-    """Call ``prepare_data`` on one process per node, or on a single process."""
+    """Call each ``prepare_data`` hook on one process per node or, if the hook's owner requests it, on rank 0 only."""
     for per_node, hook in run.hooks.prepare_data:
         if (run.strategy.local_rank if per_node else run.strategy.global_rank) == 0:
             hook()
@@ -381,7 +381,7 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
 
 
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
-    """Choose the loggers' folders before their first use; a resumed fit continues in the saved run's folders.
+    """Choose the loggers' folders before they are first used; a resumed fit continues in the saved run's folders.
 
     Return the path of the checkpoint to resume from, or None.
     """

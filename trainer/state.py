@@ -36,9 +36,9 @@ class RunState:
         batches: batches trained on, across all epochs.
         settled: ``batches``, not counting batches whose gradients still wait for the optimizer step.
         window: micro-batches whose gradients wait for the next optimizer step.
-        batch_idx: index of the current training batch in its epoch (0-based); -1 before the first.
-        next_batch: index of the first batch of the epoch that has not been trained on; ``batch_idx`` if its step
-            failed.
+        batch_idx: index of the current training batch in its epoch (0-based); -1 before the first batch.
+        next_batch: index of the epoch's first batch that has not been trained on; equal to ``batch_idx`` if the current
+            batch's step failed.
         pending: the work that a resumed run has to do before the next batch.
         stepped: whether the current batch ended in an optimizer step.
         is_last_batch: whether the current batch is the last of its epoch.
@@ -107,7 +107,7 @@ class RunState:
         return self.status.stopped
 
     def where(self) -> str:
-        """Return what the run is doing, in words: ``train, epoch 0, batch 3, step 3``; empty between runs."""
+        """Return what the run is doing, in words: ``train, epoch 0, batch 3, step 3``; an empty string between runs."""
         if self.stage == "train":
             return f"train, epoch {self.epoch}, batch {self.batch_idx}, step {self.global_step}"
         if self.stage is None:

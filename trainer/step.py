@@ -339,7 +339,7 @@ def without_padding_items(run: Run, forward: Callable[..., Any]) -> Callable[...
 
 
 class IteratorStep(ManualStep):
-    """A step for ``training_step(dataloader_iter)``; it passes the iterator on and checks that it was used."""
+    """A step for ``training_step(dataloader_iter)`` that passes the iterator on and checks that the module used it."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step = step
@@ -350,7 +350,7 @@ class IteratorStep(ManualStep):
         if batch.taken == taken:
             raise RuntimeError(
                 "training_step(dataloader_iter) returned without calling next(dataloader_iter), so training would "
-                "never advance. Call it once: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+                "never advance. Fetch one batch: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
             )
         self.step.state.is_last_batch |= batch.exhausted
         return outputs

@@ -50,7 +50,7 @@ class Stops:
         return reason
 
     def at(self, boundary: int) -> Reason:
-        """Return why the run stops at a boundary; empty if it does not.
+        """Return why the run stops at a boundary; an empty string if it does not stop.
 
         Called only while ``state.stop_requested`` is set.
         """

@@ -69,7 +69,7 @@ class Trainer:
         strategy: how processes share the work: a name, or a Strategy object. ``"auto"`` runs one process on one device,
             and uses ``"ddp"`` on several devices. ``"single_device"`` and ``"cpu"`` run one process. ``"ddp"``,
             ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` keep a copy of the model in each process; add
-            ``_find_unused_parameters_true`` (or ``_false``) to the name if the loss does not depend on every parameter.
+            ``_find_unused_parameters_true`` to the name if the loss does not depend on every parameter.
             ``"fsdp"``, ``"fsdp_cpu_offload"`` and ``"hybrid_shard"`` shard weights, gradients and optimizer state.
             ``"model_parallel"`` splits every layer. ``"deepspeed"``, ``"deepspeed_stage_1"``, ``"deepspeed_stage_2"``,
             ``"deepspeed_stage_2_offload"``, ``"deepspeed_stage_3"`` and ``"deepspeed_stage_3_offload"`` use DeepSpeed
@@ -103,12 +103,12 @@ class Trainer:
         limit_val_batches: the same for each validation loader; no validation if 0.
         limit_test_batches: the same for each test loader.
         limit_predict_batches: the same for each prediction loader.
-        overfit_batches: train and validate on the same first batches, unshuffled: this many (int) or this fraction
-            (float). 0 turns this off.
+        overfit_batches: train and validate only on the first batches, without shuffling; the value is their number
+            (int) or their fraction of all batches (float). 0 turns this off.
         val_check_interval: validate after this many training batches (int), after this fraction of an epoch (float from
             0.0 to 1.0), or after this much time (as for ``max_time``). If None, validate at the end of the epoch (1.0).
         check_val_every_n_epoch: validate only in every n-th epoch. If None, the batches of ``val_check_interval`` are
-            counted across epochs; without ``val_check_interval``, every epoch is validated.
+            counted across epochs; without ``val_check_interval``, validation runs after every epoch.
         num_sanity_val_steps: the number of validation batches to run before training; -1 means all of them, and 0 means
             none; 2 if None.
         log_every_n_steps: send step values to the loggers at every n-th step; 0 means never; 50 if None.
@@ -134,7 +134,8 @@ class Trainer:
             measure the bare loop.
         plugins: objects that replace parts of the Trainer, at most one of each kind: a Precision, a CheckpointIO (how
             checkpoints are written and read), a ClusterEnvironment (how a launcher tells a process its rank), or a
-            LayerSync (how layers use the batches of all processes; TorchSyncBatchNorm is ``sync_batchnorm=True``).
+            LayerSync (how layers use the batches of all processes; TorchSyncBatchNorm has the same effect as
+            ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
         reload_dataloaders_every_n_epochs: recreate the loaders every n epochs; 0 means never.
         default_root_dir: the folder for logs and checkpoints, unless a logger or callback has its own; the working
@@ -428,7 +429,7 @@ class Trainer:
             ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"``, ``"last"`` or ``"auto"``.
             weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
             gather: with several processes, return the predictions of all processes, in data order, on each process; if
-                False, each process returns its own.
+                False, each process returns only its own predictions.
 
         Returns:
             The outputs of ``predict_step``, a list with one entry per batch (with several loaders, a list of such
@@ -452,7 +453,7 @@ class Trainer:
             filepath: a path or a URL such as ``s3://bucket/run/x.ckpt``; a folder if the strategy writes sharded
                 checkpoints.
             weights_only: leave out optimizers, callbacks and RNG states; a run cannot resume from such a file.
-            storage_options: passed to a custom CheckpointIO; must be None if there is none.
+            storage_options: passed to a custom CheckpointIO; must be None without a custom CheckpointIO.
 
         Raises:
             AttributeError: no module is attached yet.
@@ -798,7 +799,7 @@ class Trainer:
 
     @property
     def enable_validation(self) -> bool:
-        """Whether this fit validates: it has a loader and a validation_step, and limit_val_batches is not 0.
+        """Whether this fit has a validation loader and a validation_step, and limit_val_batches is not 0.
 
         False before the first run.
         """

@@ -21,8 +21,8 @@ class Validation:
     """Runs the validations of one fit when they are due.
 
     Attributes:
-        every: batches between validations in the current epoch; inf means after its last batch, and None means no
-            validation.
+        every: batches between validations in the current epoch; inf means after the epoch's last batch, and None means
+            no validation.
         random: the RNG states at the start of the current validation.
     """
 
@@ -67,7 +67,7 @@ class Validation:
     def due(self, batch_idx: int, reason: Reason) -> bool:
         """Return True if validation is due after this batch.
 
-        ``reason`` is why the run stops after this batch; empty if it does not stop.
+        ``reason`` is why the run stops after this batch; an empty string if it does not stop.
         """
         run, state = self.run, self.run.state
         if run.trainer.val_check_seconds is not None:

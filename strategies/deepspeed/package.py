@@ -15,7 +15,7 @@ OLDEST = (0, 19)
 
 
 def require_deepspeed(stage: int) -> None:
-    """Raise if DeepSpeed is missing or too old; the error suggests a strategy that can replace this ZeRO stage."""
+    """Raise an error if DeepSpeed is missing or too old, and suggest a strategy that can replace this ZeRO stage."""
     if importlib.util.find_spec("deepspeed") is None:
         instead = (
             "'fsdp', which is equivalent to stage 3" if stage == 3 else "'ddp' (like stage 0) or 'fsdp' (like stage 3)"

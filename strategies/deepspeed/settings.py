@@ -83,10 +83,10 @@ class DeepSpeedSettings:
         return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
 
     def decided(self, name: str) -> Any:
-        """Return ``gradient_accumulation_steps`` or ``gradient_clipping`` from the configuration, or else the field.
+        """Return the configuration's value for ``name``, or this object's field if the configuration has none.
 
         Raises:
-            ValueError: the configuration and the field differ.
+            ValueError: the configuration and the field contradict each other.
         """
         field, config = getattr(self, name), self.read().get(name)
         if None not in (field, config) and field != config:
@@ -172,7 +172,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         name = f"The DeepSpeed configuration {os.fspath(config)!r}"
     for key, why in DECIDED.items():
         if found.get(key):
-            raise ValueError(f"{name} has {key!r} ({found[key]!r}), but {why}. Leave it out of the configuration.")
+            raise ValueError(f"{name} has {key!r} ({found[key]!r}), but {why}. Leave {key!r} out of the configuration.")
     for key in ("offload_optimizer", "offload_param"):
         if found.get("zero_optimization", {}).get(key, {}).get("device") == "nvme":
             raise ValueError(
@@ -265,7 +265,7 @@ def full_config(
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration: defaults from the arguments and the precision, then the user's values.
 
-    With ``"bf16-mixed"`` and ``"16-mixed"`` DeepSpeed gets float32 weights and Paceline runs autocast, so the results
+    With ``"bf16-mixed"`` and ``"16-mixed"``, DeepSpeed gets float32 weights and Paceline runs autocast, so the results
     match other strategies. ``"bf16-true"`` and ``"16-true"`` are DeepSpeed's own 16-bit modes, which keep float32
     weights in the sharded optimizer. DeepSpeed's accumulation and clipping are off, because Paceline does both.
     """
@@ -306,7 +306,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate: Any, clip: Any) -> None:
-    """Raise if the user's configuration contradicts the run's precision, accumulation or clipping.
+    """Raise an error if the user's configuration contradicts the run's precision, accumulation or clipping.
 
     ``accumulate`` is None if the number of micro-batches is not known.
     """
@@ -327,7 +327,7 @@ def refuse_contradictions(config: Mapping[str, Any], precision: str, accumulate:
 
 
 def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_size: int, accumulate: int) -> None:
-    """Raise if the configuration's batch size differs from the loader's."""
+    """Raise an error if the configuration's batch size differs from the loader's batch size."""
     if micro is None:
         return
     whole = micro * world_size * accumulate

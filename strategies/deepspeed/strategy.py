@@ -57,8 +57,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     Args:
         precision: dtypes; the Trainer's if None.
         stage: 1, 2 or 3.
-        offload_optimizer: keep the optimizer's state on the host, and run the optimizer there.
-        offload_parameters: keep weights on the host while they are not in use (stage 3).
+        offload_optimizer: whether to keep the optimizer's state on the host, and to run the optimizer there.
+        offload_parameters: whether to keep weights on the host while they are not in use (stage 3).
         config: a DeepSpeed configuration: a dict, or the path of a JSON file. Its values override these arguments, but
             must not contradict the Trainer's settings (batch size, accumulation, clipping, precision).
         **process: arguments of ``DistributedStrategy``, such as ``timeout``.
@@ -161,7 +161,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             if parameter.dim() == 0:
                 raise ValueError(
                     f"{name} has the shape (), but DeepSpeed can only send parameters with a dimension to other "
-                    "processes. Give it the shape (1,), or use strategy='fsdp' or 'ddp'."
+                    "processes. Give the parameter the shape (1,), or use strategy='fsdp' or 'ddp'."
                 )
         self.same_model(module)
         for buffer in module.buffers():
@@ -224,8 +224,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _refuse_late_gradient(self, parameter: nn.Parameter) -> None:
         raise RuntimeError(
             f"{self._name_of(parameter)} was unfrozen after training began, but DeepSpeed's optimizer contains only "
-            "parameters that were trainable at that time. Unfreeze it before training, or use strategy='fsdp' or "
-            "'ddp'."
+            "parameters that were trainable at that time. Unfreeze the parameter before training, or use "
+            "strategy='fsdp' or 'ddp'."
         )
 
     def teardown(self) -> None:
@@ -410,8 +410,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         for one, was, now in zip(self._trained, before, counts, strict=True):
             if now != was and now[1] == was[1] and self._pieces[id(one)].numel:
                 raise RuntimeError(
-                    f"{self._name_of(one)} was changed in place, but DeepSpeed's stage 3 keeps its values elsewhere, "
-                    "so the change would be lost. Change it outside training_step within `with "
+                    f"{self._name_of(one)} was changed in place, but DeepSpeed's stage 3 keeps the parameter's values "
+                    "elsewhere, so the change would be lost. Change the parameter outside training_step, within `with "
                     "deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, or use stage=2."
                 )
 
@@ -492,8 +492,8 @@ class DeepSpeedStrategy(DistributedStrategy):
 class _Root(nn.Module):
     """The module that DeepSpeed's engine wraps. Its forward runs a step of the user's module.
 
-    Batches and results bypass forward's arguments, because DeepSpeed only supports tensors, lists and dicts as
-    arguments.
+    Batches and results are not passed as forward's arguments and return value, because DeepSpeed supports only tensors,
+    lists and dicts there.
     """
 
     def __init__(self, inner: nn.Module) -> None:

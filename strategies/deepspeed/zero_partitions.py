@@ -47,7 +47,7 @@ def is_split(parameter: Any) -> bool:
 
 
 def pieces(zero: Any) -> dict[int, Piece]:
-    """Return this rank's piece of each trained parameter, by the parameter's ``id``.
+    """Return a dict of this rank's pieces of the trained parameters, keyed by the parameters' ``id``.
 
     ``zero`` is DeepSpeed's optimizer.
     """
@@ -84,7 +84,7 @@ def gradients(zero: Any) -> list[Tensor]:
 
 
 def begin_backward(zero: Any, gradients_are_final: bool) -> list[Tensor]:
-    """Prepare for a backward pass; return the gradients of earlier ones that it would replace, to be added afterwards.
+    """Prepare for a backward pass; return earlier gradients that the pass would replace and that are added back later.
 
     ``gradients_are_final`` says whether a backward pass since the last step has completed the gradients.
     """
@@ -99,7 +99,7 @@ def begin_backward(zero: Any, gradients_are_final: bool) -> list[Tensor]:
 
 
 def _keep_offloaded(zero: Any) -> None:
-    """Copy the gradients of a window's only backward pass to where DeepSpeed adds those of the next one to them."""
+    """Copy the gradients of a window's first backward pass to the buffer to which DeepSpeed adds later gradients."""
     for params, flat in zip(zero.params_in_partition, zero.single_partition_of_fp32_groups, strict=True):
         for parameter in params:
             key = zero.get_param_id(parameter)
@@ -122,7 +122,7 @@ def complete_backward(zero: Any, earlier: list[Tensor]) -> None:
 
 
 def clear_gradients(zero: Any) -> None:
-    """Discard all gradients, also those that the next backward pass may not replace."""
+    """Discard all gradients, including those that the next backward pass might not replace."""
     zero.zero_grad()
     if splits(zero):
         kept = [zero.grad_partitions_flat_buffer]
@@ -162,7 +162,7 @@ def trained_parameters(zero: Any) -> list[nn.Parameter]:
 def change_counts(trained: list[nn.Parameter]) -> list[tuple[int | None, int | None]]:
     """Return two change counts for each parameter: one for its values and one for this rank's shard.
 
-    Both are the same if each rank holds the whole parameter. DeepSpeed's own steps do not count.
+    The two counts are the same if each rank holds the whole parameter. DeepSpeed's own steps do not count.
     """
     return [(change_count(one), change_count(getattr(one, "ds_tensor", one))) for one in trained]
 
@@ -171,7 +171,7 @@ def change_counts(trained: list[nn.Parameter]) -> list[tuple[int | None, int | N
 def keep_changes(zero: Any) -> None:
     """Copy changed weights to the separate float32 weights that DeepSpeed trains, so that the next step uses them.
 
-    A float32 weight whose rounded value is still the 16-bit weight keeps all its digits.
+    A float32 weight that still rounds to the 16-bit weight is not replaced, so it keeps its full precision.
     """
     if splits(zero):
         weights = zero.fp16_partitioned_groups_flat
@@ -214,7 +214,7 @@ def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
 def optimizer_states(
     optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, dict[str, Any]]:
-    """Return the optimizer's state by parameter index, with the flat tensors gathered into full ones.
+    """Return the optimizer's state, keyed by parameter index, with flat tensors gathered into full tensors.
 
     Other values (such as a step count) are unchanged. ``found`` contains this rank's pieces. Every rank must call this,
     but only ranks that pass ``keep=True`` get the result.
@@ -260,7 +260,7 @@ def load_optimizer_states(
 def master_weights(
     found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
 ) -> dict[int, Tensor]:
-    """Return the float32 weights that a 16-bit mode trains, by parameter index."""
+    """Return the float32 weights that a 16-bit mode trains, keyed by parameter index."""
     weights: dict[int, Tensor] = {}
     for index, parameter in parameters.items():
         if id(parameter) in found:
@@ -282,7 +282,7 @@ def load_master_weights(
 
 
 def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """Return the module's ``state_dict``, gathering partitioned parameters one at a time; empty if not ``keep``."""
+    """Return the module's ``state_dict``, gathering partitioned parameters one by one; empty if ``keep`` is False."""
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     for name, value in state.items():

@@ -15,7 +15,7 @@ from .. import sharded_tensors
 
 
 def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
-    """Return this process's gradients on the CPU, by parameter name.
+    """Return this process's gradients on the CPU, keyed by parameter name.
 
     For each parameter, ``whole`` is an unsharded gradient that was accumulated but not reduced, and ``part`` is this
     process's shard of a reduced gradient; either may be None. Parameters that FSDP ignores only have ``whole``. Returns

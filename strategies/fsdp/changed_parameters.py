@@ -16,7 +16,7 @@ STEPS = 4
 
 
 class ChangedParameters:
-    """Keeps changes that a step makes to gathered parameters, and raises if values would be lost.
+    """Keeps changes that a step makes to gathered parameters, and raises an error if values would be lost.
 
     Args:
         sharded: entries of ``fsdp_parameters``.
@@ -43,15 +43,16 @@ class ChangedParameters:
             self._counts[index] = count or 0
             if not is_gathered or not _is_like_shard(full, one):
                 raise RuntimeError(
-                    f"{self.names[index]} was changed in place during a step, but FSDP discards these values after "
-                    "use, so the change would be lost. Change it in a hook such as on_train_batch_end instead."
+                    f"{self.names[index]} was changed in place during a step, but FSDP discards the gathered values "
+                    "after use, so the change would be lost. Change the parameter in a hook such as on_train_batch_end "
+                    "instead."
                 )
             with torch.no_grad():
                 mine, own = self._mine(one, full)
                 mine.copy_(own)
 
     def find_lost(self) -> None:
-        """Raise if ``parameter.data = ...`` has set values that torch does not read.
+        """Raise an error if ``parameter.data = ...`` has set values that torch does not read.
 
         Raises:
             RuntimeError: torch still uses the earlier values.
@@ -63,7 +64,7 @@ class ChangedParameters:
                 raise RuntimeError(_lost(self.names[index]))
 
     def find_lost_in_step(self) -> None:
-        """Raise if a step has changed gathered parameters through ``.data``; only in the first :data:`STEPS` steps."""
+        """In the first :data:`STEPS` steps, raise an error if a step changes gathered parameters through ``.data``."""
         self.steps_left -= 1
         for index, one in enumerate(self.sharded):
             full, is_gathered = gathered_parameter(one)

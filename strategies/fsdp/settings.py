@@ -51,7 +51,7 @@ _OTHER_NAMES = {
 
 @dataclass
 class FSDPSettings:
-    """The settings of FSDP 1 and 2, documented in ``FullyShardedDataParallelPlugin``.
+    """The settings of FSDP1 and FSDP2, documented in ``FullyShardedDataParallelPlugin``.
 
     A field that is None is not set.
     """
@@ -235,14 +235,14 @@ def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
 
 
 def _offload(asked: Any) -> Any:
-    """Convert a bool, FSDP 1's ``CPUOffload`` or FSDP2's policy to FSDPStrategy's ``cpu_offload`` argument."""
+    """Convert a bool, FSDP1's ``CPUOffload`` or FSDP2's policy to FSDPStrategy's ``cpu_offload`` argument."""
     if isinstance(asked, (bool, str)) or asked is None:
         return _truth(asked)
     return asked.offload_params if hasattr(asked, "offload_params") else asked
 
 
 def _policy(asked: Any) -> Any:
-    """Convert an FSDP 1 policy, a dict of arguments, a dtype or its name to an FSDP2 mixed-precision policy."""
+    """Convert an FSDP1 policy, a dict of arguments, a dtype or its name to an FSDP2 mixed-precision policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if asked is None or isinstance(asked, MixedPrecisionPolicy):

@@ -315,7 +315,7 @@ class FSDPStrategy(DistributedStrategy):
         self.waiting = waiting
 
     def _same_notes(self, module: nn.Module) -> Waiting:
-        """Return the module's deferred weights; raise if they differ between ranks."""
+        """Return the module's deferred weights; raise an error if they differ between ranks."""
         waiting = Waiting(module)
         if self.unlike(str(waiting)):
             raise RuntimeError(
@@ -325,7 +325,7 @@ class FSDPStrategy(DistributedStrategy):
         return waiting
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules whose weights are gathered separately, by name."""
+        """Return a dict, by name, of the modules whose weights are gathered separately."""
         return choose_blocks(module, self.wrap, parameter_ids(self._ignored))
 
     def _prepare(self, name: str, part: nn.Module) -> None:
@@ -404,7 +404,7 @@ class FSDPStrategy(DistributedStrategy):
             self._inside = False
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Raise if an optimizer holds parameters that are not in the sharded module, or is LBFGS."""
+        """Raise an error if an optimizer holds parameters that are not in the sharded module, or is LBFGS."""
         own = {id(parameter) for parameter in self._holder.parameters()}
         for optimizer in optimizers:
             kind = type(optimizer).__name__
@@ -420,8 +420,8 @@ class FSDPStrategy(DistributedStrategy):
                     f"The sharded module does not contain {len(foreign)} of the {len(given)} parameters of {kind} "
                     f"(the first one has shape {tuple(foreign[0].shape)}). FSDP replaces parameters when it shards "
                     "them, so an optimizer created earlier (in __init__) would train unused tensors. Create the "
-                    "optimizer in configure_optimizers, from self.parameters(). In your own loop, pass it the "
-                    "parameters of a single prepared model."
+                    "optimizer in configure_optimizers, from self.parameters(). In your own loop, create the "
+                    "optimizer from the parameters of a single prepared model."
                 )
         self.precision.setup_optimizers(optimizers)
         if self.precision.scaler is not None and self._has_plain_parameters:
@@ -489,10 +489,10 @@ class FSDPStrategy(DistributedStrategy):
             self._synced = enabled
 
     def check_parameters(self, module: nn.Module) -> None:
-        """Raise if trainable parameters were added after the module was sharded.
+        """Raise an error if trainable parameters were added after the module was sharded.
 
         Raises:
-            RuntimeError: FSDP would neither shard such a parameter nor average its gradient.
+            RuntimeError: FSDP would neither shard an added parameter nor average its gradient.
         """
         if self._holder is None:  # nothing is sharded
             return
@@ -583,7 +583,7 @@ class FSDPStrategy(DistributedStrategy):
         return dtensor_empty(*empty.shape, dtype=empty.dtype, device_mesh=mesh, placements=placements)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """Return the module's full ``state_dict``: on the CPU on rank 0, without memory (``meta``) on other ranks."""
+        """Return the module's full ``state_dict``; its tensors are on the CPU on rank 0, and on ``meta`` elsewhere."""
         self._reshard(module)
         return self._whole(module.state_dict(keep_vars=True))
 

@@ -79,7 +79,7 @@ def parameter_ids(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def choose_blocks(root: nn.Module, policy: Policy, whole: Collection[int] = ()) -> dict[str, nn.Module]:
-    """Return the modules inside ``root`` to shard separately, by name, outer modules first.
+    """Return a dict, by name, of the modules inside ``root`` that should be sharded separately, outer modules first.
 
     Modules that share a parameter stay in the root's group, so that the parameter remains one tensor. ``whole``
     contains the ids of parameters that are not sharded; a module that has only such parameters is never chosen.
@@ -156,7 +156,7 @@ def _is_sharded(module: nn.Module, whole: Collection[int]) -> bool:
 
 
 def _by_size(candidates: dict[str, nn.Module], least: int, whole: Collection[int]) -> dict[str, nn.Module]:
-    """Choose, bottom-up, each module with at least ``least`` parameters that no chosen submodule contains."""
+    """Choose, bottom-up, each module that has at least ``least`` parameters outside the submodules chosen so far."""
     if least < 1:
         raise ValueError(f"FSDPStrategy: wrap={least} is not a valid number of parameters. Pass 1 or more, or 'auto'.")
     chosen: set[str] = set()

@@ -33,7 +33,8 @@ class SplitSequences:
 
     Args:
         mesh: a 1-D mesh; sequences are split across its processes.
-        dims: the sequence dimension of the batch's tensors; with a mapping, tensors that are not in it are not split.
+        dims: the sequence dimension of the batch's tensors, either one number for all tensors, or a mapping; tensors
+            that the mapping does not name are not split.
 
     Attributes:
         attention: context manager in which attention covers all parts. Backward passes that run forward passes again
@@ -182,7 +183,7 @@ def check_layers(module: nn.Module) -> None:
             raise NotImplementedError(
                 f"{name or type(part).__name__} has layers ({found}) that need more of a sequence than the part on one "
                 "process. Context parallelism (context_parallel, cp_size) supports full attention only. Use another "
-                "model, or do not split its sequences."
+                "model, or do not split sequences."
             )
 
 

@@ -134,7 +134,7 @@ class Pipeline:
 
     @property
     def held(self) -> Weights:
-        """The pipeline's weights; raises an error if no module is set up yet."""
+        """The pipeline's weights; raises an error if no module has been set up yet."""
         if self.weights is None:
             raise RuntimeError("The pipeline has no module yet. Call setup_module first.")
         return self.weights
@@ -145,7 +145,7 @@ class Pipeline:
         return getattr(module, APPLY)(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def check_training(self, module: nn.Module) -> None:
-        """Raise if this pipeline cannot train a module."""
+        """Raise an error if this pipeline cannot train a module."""
         if not getattr(module, "automatic_optimization", True):
             raise ValueError(
                 f"{type(module).__name__} uses manual optimization, but a pipeline's schedule interleaves the "
@@ -176,7 +176,7 @@ class Pipeline:
         return lambda batch, *more: self._run(step, logs, batch, more, training)
 
     def _refuse_compiled(self) -> None:
-        """Raise if a network that contains blocks is compiled, because a compiled network cannot be split."""
+        """Raise an error if a network that contains blocks is compiled, because a compiled network cannot be split."""
         stages = self.held.stages
         around = {name.rpartition(".")[0] for name in stages.names}
         around |= {outer[:end] for outer in around for end, sign in enumerate(outer) if sign == "."} | {""}
@@ -317,7 +317,7 @@ class Pipeline:
         """Send the last stage's ``numbers`` (such as the loss) and logged values to all stages.
 
         The values are sent from device to device. The CPU process group exchanges only a few integers and, if the
-        layout of the values is new, that layout. The same exchange informs ``weights`` which stages use which weights.
+        layout of the values is new, that layout. The same exchange tells ``weights`` which stages use which weights.
 
         Returns:
             The last stage's ``form`` and ``numbers``, of shape (n,).
@@ -361,7 +361,7 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
         raise ValueError(messages.unknown("pipeline schedule", schedule, SCHEDULES))
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} is not a positive integer. Pass 1 or more, or leave it out.")
+            raise ValueError(f"{name}={value!r} is not a positive integer. Pass 1 or more, or leave {name} out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
             f"virtual_stages={virtual_stages} has no effect, because pipeline_schedule={schedule!r} has one stage per "

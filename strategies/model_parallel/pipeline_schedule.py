@@ -35,8 +35,8 @@ class Call:
         seed: seed for all stages; random numbers still differ between micro-batches and between stages.
         scale: fp16's loss scale, or None.
         training: whether to run backward too.
-        unit: divisor of weighted losses, close to the number of items in a micro-batch, which keeps the losses in
-            fp16's range; None if it is not known yet.
+        unit: divisor that keeps weighted losses in fp16's range, close to the number of items in a micro-batch; None if
+            it is not known yet.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MicrobatchSchedule:
     When it is created, it finds the forms of the tensors that are sent between stages. Each stage runs the first
     micro-batch up to the next stage's first block, with zeros in place of the values from earlier stages, and sends the
     forms of that block's arguments to the next stage. ``passages`` contains the results of an earlier schedule for
-    micro-batches of this form; None if there was none.
+    micro-batches of this form; None if there was no earlier schedule.
     """
 
     def __init__(

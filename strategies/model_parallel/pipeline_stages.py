@@ -53,9 +53,9 @@ class Passage:
 
     Attributes:
         wanted: indices of the arguments of the stage's first block that the stage must receive.
-        inputs: the forms of these arguments.
+        inputs: the forms of the arguments that the stage receives.
         sent: indices of the arguments of the next stage's first block that this stage sends.
-        outputs: the forms of these arguments.
+        outputs: the forms of the arguments that the stage sends.
         skipped: the results of each block before the stage, as fake tensors.
         carried: the stage's blocks that get tensors computed before the stage's first block; None if not known yet.
     """
@@ -316,7 +316,7 @@ class _Mode(TorchFunctionMode):
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if writes and isinstance(written, Tensor) and not is_fake(written) and not is_weight(written):
             raise RuntimeError(
-                f"Before it calls its first block, the step of {type(self.stages.module).__name__} writes a value "
+                f"The step of {type(self.stages.module).__name__}, before it calls its first block, writes a value "
                 f"derived from a weight into another tensor in place ({name}). Later pipeline stages do not have the "
                 "weight's value, so they would continue with a wrong tensor. Use an operation that returns a new "
                 "tensor, such as torch.cat or torch.where."
@@ -420,7 +420,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     if isinstance(split_points, str) or len(split_points) != count - 1:
         raise ValueError(
             f"split_points={split_points!r} must list the name of the first module of each pipeline stage except the "
-            f"first stage. With {count} stages, its length must be {count - 1}."
+            f"first stage. With {count} stages, the list must have {count - 1} name{'s' * (count > 2)}."
         )
     known = [name for name, _ in module.named_modules() if name]
     for name in split_points:

@@ -189,7 +189,7 @@ class Weights:
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full ``state_dict`` on the pipeline's first process; on the others, return their own part."""
+        """Return the full ``state_dict`` on the pipeline's first process; other processes get only their own part."""
         changed = {n for n, value in self._outside.items() if not torch.equal(value, self.module.get_buffer(n))}
         mine = {}
         for name, value in state.items():
@@ -215,7 +215,7 @@ class Weights:
         return result
 
     def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the full optimizer state on the pipeline's first process; on the others, return their own part."""
+        """Return the full optimizer state on the pipeline's first process; other processes get only their own part."""
         if self.pipeline.rank:
             self._send_to_first(state["state"])
             return state

@@ -63,12 +63,12 @@ class ModelParallelStrategy(FSDPStrategy):
         pipeline_parallel: number of pipeline processes, which hold successive layers.
         context_parallel: number of processes across which each sequence is split.
         plan: how layers are split: a mapping from patterns of layer names (``"net.blocks.*.attn.q"``) to ``"colwise"``,
-            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` finds pairs of
-            linear layers, and attention layers with separate q, k and v, by their names and shapes. Each process then
-            computes some of an attention layer's heads: attributes such as ``num_heads`` are divided, and ``forward``
-            must not hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
-        loss_parallel: also split the layer that computes the logits, by classes, so that no process holds all logits.
-            Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
+            ``"rowwise"`` or a ``ParallelStyle`` from torch.distributed.tensor.parallel. ``"auto"`` recognizes, by name
+            and shape, pairs of linear layers, and attention layers with separate q, k and v. Each process then computes
+            some of an attention layer's heads: attributes such as ``num_heads`` are divided, and ``forward`` must not
+            hard-code the width. Use ``q.view(batch, length, self.num_heads, -1)``.
+        loss_parallel: whether to split the layer that computes the logits too, by classes, so that no process holds all
+            logits. Only ``cross_entropy`` (without label smoothing) accepts such logits, in training and evaluation.
         context_parallel_dims: the sequence dimension of a batch's tensors, for ``context_parallel``: ``1`` for all
             tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple, ``{0: 1}``). The step gets
             one part of each sequence, so the batch must contain positions, and labels that are already shifted. The
@@ -183,10 +183,10 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
 
     def _parameters_over(self, *axes: str) -> DeviceMesh:
-        """Return the mesh with these dimensions, across whose processes parameters are sharded or replicated.
+        """Return the mesh with the given dimensions, across which parameters are sharded or replicated.
 
-        Processes that have different parts of a sequence see different data, as they do with different samples, so
-        parameters are sharded across them too.
+        Processes that have different parts of a sequence see different data, just as processes with different samples
+        do, so parameters are sharded across these processes too.
         """
         if self._flat is None and self.axis_sizes["cp"] > 1:
             flat = [axis for axis in AXES if axis != "cp"]

@@ -46,7 +46,7 @@ class Splitter:
         logits: whether to split the layer that computes the logits too, by its outputs, for :class:`SplitLoss`.
 
     Attributes:
-        styles: how each layer is split, by name.
+        styles: how each layer is split, keyed by the layer's name.
 
     Raises:
         ValueError: a pattern matches no layer, no layer can be split, or an attention layer's number of heads is not

@@ -1,4 +1,4 @@
-"""Find the layers of a model that can be split across processes, by their names and shapes."""
+"""Find, by name and shape, the layers of a model that can be split across processes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Attention:
     norms: list[str] = field(default_factory=list)
 
     def check(self, size: int, kind: str) -> None:
-        """Raise if the number of heads is not divisible by the number of processes."""
+        """Raise an error if the number of heads is not divisible by the number of processes."""
         for count, what in ((self.heads, "heads"), (self.key_heads, "key and value heads")):
             if count % size:
                 raise ValueError(
@@ -81,7 +81,7 @@ class Attention:
 
 @dataclass
 class SplittableLayers:
-    """The names of layers that can be split, and descriptions of similar ones that cannot be split (``not_split``)."""
+    """The names of layers that can be split, and descriptions of similar layers that cannot (``not_split``)."""
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
@@ -120,7 +120,8 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
     Layers in ``taken`` are ignored.
 
     Raises:
-        ValueError: there is no such layer, it shares its weight, or its number of outputs is not divisible by ``size``.
+        ValueError: there is no such layer, or the layer shares its weight, or its number of outputs is not divisible by
+            ``size``.
     """
     taken = set(taken)
     named = [
@@ -130,8 +131,9 @@ def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
     ]
     if not named:
         raise ValueError(
-            f"ModelParallelStrategy(loss_parallel=True) found no output layer in {type(module).__name__}, which must "
-            f"be an nn.Linear with a name such as {', '.join(LAST[:3])}. Leave loss_parallel out, or rename the layer."
+            f"ModelParallelStrategy(loss_parallel=True) found no output layer in {type(module).__name__}. The "
+            f"output layer must be an nn.Linear with a name such as {', '.join(LAST[:3])}. Leave loss_parallel out, or "
+            "rename the layer."
         )
     name, head = named[-1]
     if id(head) in _shared_weights(module):
@@ -256,7 +258,7 @@ def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -
 def _heads(
     name: str, owner: nn.Module, projections: tuple[str, str, str], layers: dict[str, nn.Module]
 ) -> Attention | None:
-    """Describe a module as an attention layer, with head counts from its attributes; None if they do not match."""
+    """Describe a module as an attention layer, with head counts from its attributes; None if they do not fit."""
     width, key_width = (_outputs(layers[key]) for key in projections[:2])
     heads_name = _attribute(owner, HEADS)
     if heads_name is not None:

@@ -128,13 +128,13 @@ class Precision:
         """Set the device on which to compute. Called once by the strategy."""
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Register the optimizers, or raise if this precision does not work with one of them."""
+        """Register the optimizers, or raise an error if this precision does not work with one of them."""
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
         """Return the module, the optimizers and the schedulers that a run uses.
 
-        Only a subclass's override is called, once when a run starts. It may change the module in place, but must return
-        that same object.
+        Only a subclass's override is called, once when a run starts. The override may change the module in place, but
+        must return that same module.
         """
         return model, optimizers, lr_schedulers
 
@@ -162,7 +162,7 @@ class Precision:
         return STEP_CONTEXTS.get(self.step_name or "", "forward_context")
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context for forward passes. :meth:`bind_forward` runs a step in it by default."""
+        """Return the context for forward passes. By default, :meth:`bind_forward` runs a step in this context."""
         return nullcontext()
 
     def train_step_context(self) -> AbstractContextManager[Any]:
@@ -290,7 +290,7 @@ class Precision:
         Args:
             optimizer: the optimizer.
             model: the closure; a module is also accepted and ignored.
-            closure: evaluates the loss, or None.
+            closure: function that evaluates the loss, or None.
             **arguments: further arguments of ``optimizer.step``.
         """
         if not isinstance(model, nn.Module):
@@ -308,7 +308,7 @@ class Precision:
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip an optimizer's gradients; a ``clip_val`` of 0 does nothing.
 
-        The Trainer calls this method only if a subclass overrides this method or one of the methods that it calls.
+        The Trainer calls ``clip_gradients`` only if a subclass overrides it or one of the methods that it calls.
         """
         if clip_val <= 0:
             return

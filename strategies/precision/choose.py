@@ -89,7 +89,7 @@ def _named(name: Any, kind: str) -> Precision:
 
 
 def _refuse_dtype(name: str, kind: str) -> None:
-    """Raise if a kind of device cannot compute in the dtype of a precision."""
+    """Raise an error if a kind of device cannot compute in the dtype of a precision."""
     if name == "64-true" and kind_of(kind).widest_float is not torch.float64:
         raise ValueError(
             f"Trainer(precision='64-true'): {kind!r} devices do not support float64. Use '32-true', or "

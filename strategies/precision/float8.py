@@ -36,7 +36,8 @@ class Float8Precision(MixedPrecision):
 
     Args:
         recipe: how tensors are scaled: ``"tensorwise"`` (one scale for each tensor, fastest), ``"rowwise"`` (one for
-            each row, more accurate), or ``"rowwise_with_gw_hp"`` (the same, with weight gradients in 16 bits).
+            each row, more accurate), or ``"rowwise_with_gw_hp"`` (like ``"rowwise"``, but with weight gradients in 16
+            bits).
         config: a ``torchao.float8.Float8LinearConfig``, instead of ``recipe``.
         filter: a function that takes a linear layer and its name, and returns True if the layer should be converted. If
             None, every layer whose sizes are multiples of 16 is converted, except the module's first and last linear
@@ -65,7 +66,7 @@ class Float8Precision(MixedPrecision):
             raise ValueError(f"Float8Precision: recipe={recipe!r} and config=... contradict each other. Leave one out.")
         known = [one.value for one in Float8LinearRecipeName]
         if recipe is not None and recipe not in known:
-            raise ValueError(messages.unknown("recipe of Float8Precision", recipe, known))
+            raise ValueError(messages.unknown("Float8Precision recipe", recipe, known))
         self.config = config or Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
         if config is None and recipe in (None, "tensorwise"):
             self.config = replace(self.config, enable_fsdp_float8_all_gather=True)
@@ -95,7 +96,7 @@ class Float8Precision(MixedPrecision):
         return module
 
     def _config_here(self) -> Float8LinearConfig:
-        """Return the settings for this process's device; raise if the device cannot multiply in 8 bits."""
+        """Return the settings for this process's device; raise an error if the device cannot multiply in 8 bits."""
         config = self.config
         if not self.shards:  # the weights would become tensors that only FSDP can gather
             config = replace(config, enable_fsdp_float8_all_gather=False)

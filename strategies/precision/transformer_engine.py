@@ -40,7 +40,7 @@ class TransformerEnginePrecision(MixedPrecision):
     autocast, so the batch size (times the sequence length) must be a multiple of 8.
 
     The scales depend on values from earlier steps. Checkpoints contain this history as the layers' ``_extra_state``.
-    Checkpoints without the history can be loaded, and other precisions can load checkpoints with it.
+    Checkpoints without the history can be loaded, and other precisions can load checkpoints with the history.
 
     Requires the package ``transformer_engine``, and a CUDA GPU with compute capability 8.9 or higher (Ada, Hopper,
     Blackwell). Without this package, use ``"fp8-mixed"``, which multiplies in 8 bits through torchao.
@@ -151,7 +151,7 @@ def _made(recipe: Mapping[str, Any] | Recipe | None) -> Recipe:
     asked = arguments.get("fp8_format")
     if isinstance(asked, str):
         if asked not in ("HYBRID", "E4M3"):
-            raise ValueError(messages.unknown("fp8_format of TransformerEnginePrecision", asked, ("HYBRID", "E4M3")))
+            raise ValueError(messages.unknown("TransformerEnginePrecision fp8_format", asked, ("HYBRID", "E4M3")))
         arguments["fp8_format"] = recipes.Format[asked]
     return recipes.DelayedScaling(**arguments)
 

@@ -205,9 +205,9 @@ def test_split_batches_cuts_each_batch_in_as_many_parts_as_there_are_ranks(count
 
 
 def test_split_batches_refuses_a_batch_that_cannot_be_split() -> None:
-    with pytest.raises(ValueError, match="must be divisible by 2, but it is 3"):
+    with pytest.raises(ValueError, match="must be divisible by 2, but batch_size is 3"):
         prepared(DataLoader(Numbers(9), 3), 0, 2, split_batches=True)
-    with pytest.raises(ValueError, match="must be divisible by 2, but it is None"):
+    with pytest.raises(ValueError, match="must be divisible by 2, but batch_size is None"):
         prepared(DataLoader(Numbers(9), None), 0, 2, split_batches=True)
 
     class Mine(BatchSampler):

@@ -445,7 +445,7 @@ def test_a_module_without_backbone_is_told(tmp_path: Path) -> None:
             super().__init__()
             del self.backbone
 
-    with pytest.raises(TypeError, match=r"Headless.backbone to be an nn.Module.*found None.*Create it in __init__"):
+    with pytest.raises(TypeError, match=r"Headless.backbone to be an nn.Module.*found None.*Create the backbone"):
         trainer(tmp_path, BackboneFinetuning(), max_epochs=1).fit(Headless(), loader())
 
 

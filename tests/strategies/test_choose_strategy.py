@@ -217,7 +217,7 @@ def test_an_installed_package_brings_a_strategy(tmp_path: Path, monkeypatch: pyt
     trainer = Trainer(**QUIET, strategy="brought", accelerator="cpu")
     assert type(trainer.strategy).__name__ == "Brought"
     trainer.fit(Net(), [torch.ones(1)])
-    with pytest.raises(TypeError, match=r"returned an int. It must refer to a subclass"):
+    with pytest.raises(TypeError, match=r"returned an int. The entry point must refer to a subclass"):
         Trainer(**QUIET, strategy="wrong", accelerator="cpu")
     with pytest.raises(ValueError, match=r"'brough'. Did you mean 'brought'"):
         Trainer(**QUIET, strategy="brough", accelerator="cpu")

@@ -572,7 +572,7 @@ def test_unknown_and_own_arguments_are_refused() -> None:
 
 def test_a_module_inside_data_parallel_is_taken_out() -> None:
     module = Net()
-    with pytest.warns(UserWarning, match=r"passed wrapped in DataParallel\. It has been unwrapped"):
+    with pytest.warns(UserWarning, match=r"passed wrapped in DataParallel\. The wrapper was removed"):
         Trainer(**QUIET, max_epochs=1).fit(nn.DataParallel(module), DataLoader(data(4), 2))  # type: ignore[arg-type]
 
 

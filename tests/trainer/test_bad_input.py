@@ -98,7 +98,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("grace_seconds", 5, ValueError, ("grace_seconds=5", "without max_time", "Pass max_time")),
     ("signals", {"SIGTREM": "stop"}, ValueError, ("'SIGTREM'", "Did you mean 'SIGTERM'?", "Choose")),
     ("signals", {"SIGTERM": "halt"}, ValueError, ("'SIGTERM'", "'halt'", "Choose 'stop' or 'requeue'", "Pass None")),
-    ("signals", {"SIGKILL": "stop"}, ValueError, ("'SIGKILL'", "no program can catch", "Leave it out")),
+    ("signals", {"SIGKILL": "stop"}, ValueError, ("'SIGKILL'", "no program can catch", "Leave 'SIGKILL' out")),
     ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "signals to actions", "Pass a dict")),
     *[
         (name, value, error, (f"{name}={value!r}", why, "Pass an int" if error is ValueError else "Pass a number"))
@@ -366,7 +366,7 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
     (
         lambda: {"callbacks": [EarlyStopping("loss"), EarlyStopping("loss")]},
         ValueError,
-        ("the same key", "EarlyStopping", "overwrite the other", "Remove one, or give one its own key with a subclass"),
+        ("the same key", "EarlyStopping", "overwrite the other", "give one a different key with a subclass"),
     ),
 ]
 

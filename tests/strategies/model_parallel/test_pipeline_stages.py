@@ -190,8 +190,8 @@ def test_one_module_at_two_places_is_refused() -> None:
     ("points", "says"),
     [
         (["blocks.9", "blocks.3"], "Unknown split_points name 'blocks.9'"),
-        (["blocks.1"], "must list the name of the first module .*With 3 stages, its length must be 2"),
-        ("blocks.1", "must list the name of the first module .*With 3 stages, its length must be 2"),
+        (["blocks.1"], "must list the name of the first module .*With 3 stages, the list must have 2 names"),
+        ("blocks.1", "must list the name of the first module .*With 3 stages, the list must have 2 names"),
         (["blocks.3", "blocks.1"], "in the order in which the modules run"),
         (["blocks.1", "blocks.1.linear"], "is inside another"),
     ],

@@ -111,7 +111,7 @@ def test_a_filter_chooses_the_layers_and_none_is_a_warning() -> None:
 
 
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"Unknown recipe of Float8Precision 'rowise'. Did you mean 'rowwise'\?"):
+    with pytest.raises(ValueError, match=r"Unknown Float8Precision recipe 'rowise'. Did you mean 'rowwise'\?"):
         Float8Precision("rowise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"recipe='rowwise' and config=... contradict each other\. Leave one out"):
         Float8Precision("rowwise", Float8LinearConfig())
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         precision.convert_module(Net())
     with pytest.raises(ValueError, match="AORecipeKwargs has no effect with mixed_precision='no'"):
         Accelerator(cpu=True, kwargs_handlers=[AORecipeKwargs()])
-    with pytest.raises(ValueError, match="AORecipeKwargs got config and 'pad_inner_dim'"):
+    with pytest.raises(ValueError, match="AORecipeKwargs got config together with 'pad_inner_dim'"):
         AORecipeKwargs(Float8LinearConfig(), pad_inner_dim=True).precision("cpu")
     monkeypatch.setattr("paceline.messages.is_installed", lambda package: package != "torchao")
     with pytest.raises(ModuleNotFoundError, match=r"'fp8-mixed' needs the package 'torchao'.*pip install torchao"):
