@@ -116,7 +116,7 @@ def _random_kinds(given: Sequence[Any] | None) -> list[str]:
     found = [str(getattr(kind, "value", kind)) for kind in given or ()]
     for kind in found:
         if kind not in kinds():
-            raise ValueError(messages.unknown("rng_type in Accelerator(rng_types=[...])", kind, kinds()))
+            raise ValueError(messages.unknown("Accelerator(rng_types=[...]) entry", kind, kinds()))
     return found
 
 

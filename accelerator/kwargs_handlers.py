@@ -218,7 +218,7 @@ class ProfileKwargs(KwargsHandler):
         """Create the profiler."""
         unknown = [name for name in self.activities or () if str(name).lower() not in _ACTIVITIES]
         if unknown:
-            raise ValueError(messages.unknown("activity in ProfileKwargs", unknown[0], _ACTIVITIES))
+            raise ValueError(messages.unknown("ProfileKwargs activity", unknown[0], _ACTIVITIES))
         found = [getattr(torch.profiler.ProfilerActivity, str(name).upper()) for name in self.activities or ()]
         return torch.profiler.profile(
             activities=found or None,
@@ -247,7 +247,7 @@ class ProfileKwargs(KwargsHandler):
         known = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
         for name in self.schedule_option:
             if name not in known:
-                raise ValueError(messages.unknown("key in ProfileKwargs(schedule_option=...)", name, known))
+                raise ValueError(messages.unknown("ProfileKwargs(schedule_option=...) key", name, known))
         if "active" not in self.schedule_option:
             raise ValueError(
                 f"ProfileKwargs: schedule_option={self.schedule_option} does not set the number of steps to record. "

@@ -117,7 +117,7 @@ class ParallelismConfig:
                 )
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
-                raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
+                raise ValueError(messages.unknown(f"ParallelismConfig {name}", getattr(self, name), [only]))
         why = "sequences may have any length, and the model's own attention is used, without DeepSpeed"
         messages.ignored(type(self).__name__, why, sp_handler=self.sp_handler)
         if self.cp_enabled and self.sp_enabled:

@@ -130,7 +130,7 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.backend is not None:
             self.backend = DynamoBackend(self.backend)
         if self.mode is not None and self.mode not in MODES:
-            raise ValueError(messages.unknown("mode in TorchDynamoPlugin", self.mode, MODES))
+            raise ValueError(messages.unknown("TorchDynamoPlugin mode", self.mode, MODES))
         if self.options is not None and self.mode not in (None, "default"):
             raise ValueError(
                 f"TorchDynamoPlugin got mode={self.mode!r} and options={self.options!r}, but torch.compile accepts "

@@ -92,7 +92,8 @@ def torch_device(device: Any, what: str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         choices = ("cpu", "disk", "cuda:0", "mps")
-        raise ValueError(messages.unknown(f"device in {what}", device, choices, ", or the number of a GPU")) from error
+        more = ", or the number of a GPU"
+        raise ValueError(f"{what}: {messages.unknown('device', device, choices, more)}") from error
     if found.type == "cpu":
         return torch.device("cpu")
     count = kind_of(found).count() if found.type != "meta" else 0

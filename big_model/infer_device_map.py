@@ -435,7 +435,7 @@ def _key(device: Any) -> Device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(
-            messages.unknown("device in max_memory", device, ("cpu", "disk", "mps"), ", or a number for a GPU")
+            messages.unknown("max_memory device", device, ("cpu", "disk", "mps"), ", or a number for a GPU")
         ) from error
     if found.type == "cpu":
         return "cpu"

@@ -79,7 +79,7 @@ class DeviceStatsMonitor(Callback):
             )
         for key in sorted(self._filter_keys or ()):
             if stats and key not in stats:
-                raise ValueError(messages.unknown("key in DeviceStatsMonitor(filter_keys)", key, stats))
+                raise ValueError(messages.unknown("DeviceStatsMonitor(filter_keys=...) key", key, stats))
 
 
 def device_stats(device: torch.device) -> dict[str, float]:

@@ -242,7 +242,7 @@ def check_mode(who: str, mode: str) -> None:
     """Raise unless ``mode`` is ``"min"`` or ``"max"``."""
     if mode not in ("min", "max"):
         raise ValueError(
-            f"{messages.unknown(f'mode of {who}', mode, ('min', 'max'))} "
+            f"{messages.unknown(f'{who} mode', mode, ('min', 'max'))} "
             "The mode says whether smaller or larger values of the metric are better."
         )
 

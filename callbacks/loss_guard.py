@@ -101,7 +101,7 @@ class LossGuard(Callback):
     ) -> None:
         check_mode("LossGuard", mode)
         if action not in ACTIONS:
-            raise ValueError(messages.unknown("action of LossGuard", action, ACTIONS))
+            raise ValueError(messages.unknown("LossGuard action", action, ACTIONS))
         for name, value, least in (("window", window, 1), ("warmup", warmup, 0), ("max_events", max_events, 0)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"LossGuard: {name}={value!r} must be a whole number of at least {least}.")

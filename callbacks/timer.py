@@ -51,7 +51,7 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(
-                f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} The interval says when to check "
+                f"{messages.unknown('Timer interval', interval, ('step', 'epoch'))} The interval says when to check "
                 "the clock: after each training batch or at the end of each epoch."
             )
         if not isinstance(grace_seconds, (int, float)) or not 0 <= grace_seconds < math.inf:

@@ -163,7 +163,7 @@ class HyperparametersMixin:
             elif arg in arguments:
                 chosen[arg] = parsed.get(arg, arguments[arg])
             else:
-                raise ValueError(messages.unknown(f"argument of {owner}.__init__", arg, arguments or ["none"]))
+                raise ValueError(messages.unknown(f"{owner}.__init__ argument", arg, arguments or ["none"]))
         config = None if by_name or len(args) > 1 else args[0]
         names = [name for name, value in arguments.items() if config is not None and value is config]
         self._hparams_name = names[0] if names else "kwargs"

@@ -145,7 +145,7 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> d
     unknown = [key for key in given if key not in known]
     if unknown and not takes_any:
         raise TypeError(
-            f"load_from_checkpoint: {messages.unknown(f'argument of {cls.__name__}.__init__', unknown[0], known)}"
+            f"load_from_checkpoint: {messages.unknown(f'{cls.__name__}.__init__ argument', unknown[0], known)}"
         )
     arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in named}
     apart = objects.names(objects.types_within(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY))

@@ -31,7 +31,7 @@ def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
     given = (restore,) if isinstance(restore, str) else tuple(restore)
     for name in given:
         if name not in PARTS:
-            raise ValueError(messages.unknown("restore for Trainer.fit", name, PARTS))
+            raise ValueError(messages.unknown("Trainer.fit(restore=...) part", name, PARTS))
     return tuple(name for name in PARTS if name in given)
 
 

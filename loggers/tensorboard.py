@@ -66,7 +66,7 @@ class TensorBoardLogger(FolderLogger):
             raise ModuleNotFoundError(messages.missing("TensorBoardLogger", "tensorboard"), name="tensorboard")
         for option in kwargs:
             if option not in WRITER_OPTIONS:
-                raise TypeError(messages.unknown("argument of TensorBoardLogger", option, WRITER_OPTIONS))
+                raise TypeError(messages.unknown("TensorBoardLogger argument", option, WRITER_OPTIONS))
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._sub_dir = "" if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))

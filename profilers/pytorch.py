@@ -154,7 +154,7 @@ class PyTorchProfiler(Profiler):
         known = [name for name in inspect.signature(profile.__init__).parameters if name != "self"]
         for name in profiler_kwargs:
             if name not in known:
-                raise TypeError(messages.unknown("argument of PyTorchProfiler", name, known))
+                raise TypeError(messages.unknown("PyTorchProfiler argument", name, known))
         in_table = [
             name for name in inspect.signature(EventList.table).parameters if name not in ("self", *_OWN_IN_TABLE)
         ]

@@ -88,7 +88,7 @@ class SizeSearch:
 
     def __post_init__(self) -> None:
         if self.mode not in ("power", "binsearch"):
-            raise ValueError(messages.unknown("mode of scale_batch_size", self.mode, ("power", "binsearch")))
+            raise ValueError(messages.unknown("scale_batch_size mode", self.mode, ("power", "binsearch")))
         most = self.max_val is None or self.max_val >= 1
         if min(self.steps_per_trial, self.init_val, self.max_trials) < 1 or not 0 <= self.margin < 1 or not most:
             raise ValueError(

@@ -146,7 +146,7 @@ class RangeTest:
 
     def __post_init__(self) -> None:
         if self.mode not in ("exponential", "linear"):
-            raise ValueError(messages.unknown("mode of lr_find", self.mode, ("exponential", "linear")))
+            raise ValueError(messages.unknown("lr_find mode", self.mode, ("exponential", "linear")))
         if not 0 < self.min_lr < self.max_lr or self.num_training < 2:
             raise ValueError(
                 f"lr_find(min_lr={self.min_lr}, max_lr={self.max_lr}, num_training={self.num_training}): min_lr "

@@ -201,7 +201,7 @@ class Tuner:
     def _request(self, fn: Method, model: Any, train: Any, validate: Any, others: Any, datamodule: Any) -> Request:
         known = ("fit", "validate", "test", "predict")
         if fn not in known:
-            raise ValueError(messages.unknown("method of scale_batch_size", fn, known))
+            raise ValueError(messages.unknown("scale_batch_size method", fn, known))
         if fn == "fit" and others is not None:
             raise ValueError(
                 "dataloaders= is for the methods 'validate', 'test' and 'predict'. For 'fit', pass train_dataloaders=."

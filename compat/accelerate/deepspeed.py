@@ -531,7 +531,7 @@ def _optimizer(dummy: DummyOptim, config: Mapping[str, Any]) -> torch.optim.Opti
         "sgd": torch.optim.SGD,
     }
     if kind.lower() not in kinds:
-        raise ValueError(messages.unknown("optimizer in the DeepSpeed configuration", kind, kinds))
+        raise ValueError(f"DeepSpeed configuration: {messages.unknown('optimizer', kind, kinds)}")
     params = {name: value for name, value in params.items() if name not in _OWN_OPTIONS}
     return kinds[kind.lower()](list(dummy.params), **{"weight_decay": 0.0, **params})
 
@@ -549,7 +549,7 @@ def _scheduler(dummy: DummyScheduler, optimizer: Any, config: Mapping[str, Any])
     kind, params = str(section.get("type")), dict(section.get("params") or {})
     if kind not in schedules.VALID_LR_SCHEDULES:
         raise ValueError(
-            messages.unknown("scheduler in the DeepSpeed configuration", kind, schedules.VALID_LR_SCHEDULES)
+            f"DeepSpeed configuration: {messages.unknown('scheduler', kind, schedules.VALID_LR_SCHEDULES)}"
         )
     if kind in ("WarmupDecayLR", "WarmupCosineLR") and "total_num_steps" not in params:
         raise ValueError(

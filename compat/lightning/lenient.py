@@ -62,4 +62,4 @@ def check_mode(test: Any) -> None:
     """Check the mode of ``lr_find``, but not the rates and the number of steps."""
     modes = ("exponential", "linear")
     if test.mode not in modes:
-        raise ValueError(messages.unknown("mode of lr_find", test.mode, modes))
+        raise ValueError(messages.unknown("lr_find mode", test.mode, modes))

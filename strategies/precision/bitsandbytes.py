@@ -66,7 +66,7 @@ class BitsandbytesPrecision(MixedPrecision):
         self, mode: Mode, dtype: torch.dtype | None = None, ignore_modules: Iterable[str] | None = None
     ) -> None:
         if mode not in MODES:
-            raise ValueError(messages.unknown("mode of BitsandbytesPrecision", mode, MODES))
+            raise ValueError(messages.unknown("BitsandbytesPrecision mode", mode, MODES))
         if dtype not in (None, *_DTYPES):
             raise ValueError(
                 f"BitsandbytesPrecision does not support dtype={dtype}. Choose torch.bfloat16, torch.float16 or "

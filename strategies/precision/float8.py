@@ -65,7 +65,7 @@ class Float8Precision(MixedPrecision):
             raise ValueError(f"Float8Precision: recipe={recipe!r} and config=... contradict each other. Leave one out.")
         known = [one.value for one in Float8LinearRecipeName]
         if recipe is not None and recipe not in known:
-            raise ValueError(messages.unknown("recipe of Float8Precision", recipe, known))
+            raise ValueError(messages.unknown("Float8Precision recipe", recipe, known))
         self.config = config or Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
         if config is None and recipe in (None, "tensorwise"):
             self.config = replace(self.config, enable_fsdp_float8_all_gather=True)

@@ -151,7 +151,7 @@ def _made(recipe: Mapping[str, Any] | Recipe | None) -> Recipe:
     asked = arguments.get("fp8_format")
     if isinstance(asked, str):
         if asked not in ("HYBRID", "E4M3"):
-            raise ValueError(messages.unknown("fp8_format of TransformerEnginePrecision", asked, ("HYBRID", "E4M3")))
+            raise ValueError(messages.unknown("TransformerEnginePrecision fp8_format", asked, ("HYBRID", "E4M3")))
         arguments["fp8_format"] = recipes.Format[asked]
     return recipes.DelayedScaling(**arguments)
 

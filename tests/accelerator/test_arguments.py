@@ -241,5 +241,5 @@ def test_ranks_share_the_random_states_of_rng_types() -> None:
     assert first == second
     first, second = ranks(2, _shared_random_states, ["generator"])
     assert first != second
-    with pytest.raises(ValueError, match=r"Unknown rng_type in Accelerator\(rng_types=\[...\]\) 'tortch'"):
+    with pytest.raises(ValueError, match=r"Unknown Accelerator\(rng_types=\[...\]\) entry 'tortch'"):
         _accelerator(rng_types=["tortch"])

@@ -183,7 +183,7 @@ def test_a_profiler_is_built_with_what_is_given() -> None:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"activities": ["cpu", "gpu"]}, "Unknown activity in ProfileKwargs 'gpu'"),
+        ({"activities": ["cpu", "gpu"]}, "Unknown ProfileKwargs activity 'gpu'"),
         ({"schedule_option": {"wait": 1}}, "does not set the number of steps to record. Add the key 'active'"),
         ({"schedule_option": {"activ": 1}}, "Did you mean 'active'"),
     ],

@@ -57,7 +57,7 @@ def test_sizes_and_names_of_dimensions() -> None:
         ({"tp_size": True}, "tp_size=True"),
         ({"dp_shard_size": "2"}, "dp_shard_size='2'"),
         ({"cp_size": 2, "sp_size": 2}, "both split sequences"),
-        ({"cp_backend": "ring"}, "Unknown cp_backend for ParallelismConfig 'ring'. Choose 'torch'"),
+        ({"cp_backend": "ring"}, "Unknown ParallelismConfig cp_backend 'ring'. Choose 'torch'"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(given: dict[str, Any], match: str) -> None:

@@ -333,7 +333,7 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
         (
             {"monitor": "x", "mode": "mim"},
             ValueError,
-            r"mode of EarlyStopping 'mim'\. Did you mean 'min'\?.*are better",
+            r"EarlyStopping mode 'mim'\. Did you mean 'min'\?.*are better",
         ),
         ({"monitor": "x", "min_delta": -0.1}, ValueError, r"min_delta=-0\.1.*a worse metric.*0 or more"),
         ({"monitor": "x", "patience": -1}, ValueError, r"patience=-1.*must be a non-negative integer"),

@@ -431,7 +431,7 @@ def test_a_loss_is_bad_when_it_is_off_by_both_distances(options: Any, losses: li
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"action": "skp"}, "Unknown action of LossGuard 'skp'. Did you mean 'skip'"),
+        ({"action": "skp"}, "Unknown LossGuard action 'skp'. Did you mean 'skip'"),
         ({"mode": "low"}, "mode"),
         ({"window": 0}, r"window=0 must be a whole number of at least 1"),
         ({"rtol": -1.0}, r"rtol=-1.0 must be a number"),

@@ -1035,7 +1035,7 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"mode": "mn"}, ValueError, r"mode of ModelCheckpoint 'mn'\. Did you mean 'min'\?.*'min' or 'max'"),
+        ({"mode": "mn"}, ValueError, r"ModelCheckpoint mode 'mn'\. Did you mean 'min'\?.*'min' or 'max'"),
         ({"save_top_k": -2}, ValueError, r"save_top_k=-2.*must be a non-negative integer .the number of files to keep"),
         ({"save_top_k": 1.5}, ValueError, r"save_top_k=1\.5.*a non-negative integer"),
         ({"save_top_k": 3}, ValueError, r"save_top_k=3, monitor=None.*no metric.*Pass monitor"),

@@ -182,7 +182,7 @@ def test_durations_are_read(text: str, seconds: int) -> None:
         ({"duration": 90}, TypeError, r"got 90 of type int.*unit is unknown.*timedelta"),
         ({"duration": {"minute": 3}}, ValueError, r"Unknown unit 'minute'\. Did you mean 'minutes'\?"),
         ({"duration": timedelta(seconds=-1)}, ValueError, r"which is negative.*zero or more"),
-        ({"interval": "steps"}, ValueError, r"interval of Timer 'steps'\. Did you mean 'step'\?.*clock"),
+        ({"interval": "steps"}, ValueError, r"Timer interval 'steps'\. Did you mean 'step'\?.*clock"),
     ],
 )
 def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, error: type[Exception], message: str) -> None:

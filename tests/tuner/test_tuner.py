@@ -565,11 +565,11 @@ def test_contradictions_are_told_before_anything_runs() -> None:
         Tuner(trainer).scale_batch_size(FromHooks(), effective_batch="keep")
     with pytest.raises(ValueError, match="effective_batch='same'"):
         tuned(9, effective_batch="same")
-    with pytest.raises(ValueError, match=r"mode of scale_batch_size 'pow'\. Did you mean 'power'"):
+    with pytest.raises(ValueError, match=r"scale_batch_size mode 'pow'\. Did you mean 'power'"):
         tuned(9, mode="pow")
     with pytest.raises(ValueError, match="the counts must be at least 1"):
         tuned(9, max_trials=0)
-    with pytest.raises(ValueError, match="method of scale_batch_size 'train'"):
+    with pytest.raises(ValueError, match="scale_batch_size method 'train'"):
         tuned(9, method="train")
     with pytest.raises(ValueError, match=r"lr_find\(method='test'\) is not supported, because a learning"):
         Tuner(Trainer(**QUIET)).lr_find(Net(), method="test")  # type: ignore[arg-type]

@@ -283,7 +283,7 @@ def test_what_is_wrong_is_said(trainer: Any, tmp_path: Path, monkeypatch: pytest
         Trainer(precision="bnb.nf4", strategy="fsdp", accelerator="cpu")
     with pytest.raises(ValueError, match="which FSDPStrategy cannot shard"):
         Trainer(strategy=FSDPStrategy(BitsandbytesPrecision("nf4")), accelerator="cpu")
-    with pytest.raises(ValueError, match=r"Unknown mode of BitsandbytesPrecision 'nf5'\. Did you mean 'nf4'\?"):
+    with pytest.raises(ValueError, match=r"Unknown BitsandbytesPrecision mode 'nf5'\. Did you mean 'nf4'\?"):
         BitsandbytesPrecision("nf5")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"dtype=torch.int8\. Choose"):
         BitsandbytesPrecision("nf4", torch.int8)

@@ -111,7 +111,7 @@ def test_a_filter_chooses_the_layers_and_none_is_a_warning() -> None:
 
 
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"Unknown recipe of Float8Precision 'rowise'. Did you mean 'rowwise'\?"):
+    with pytest.raises(ValueError, match=r"Unknown Float8Precision recipe 'rowise'. Did you mean 'rowwise'\?"):
         Float8Precision("rowise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"recipe='rowwise' and config=... contradict each other\. Leave one out"):
         Float8Precision("rowwise", Float8LinearConfig())
