@@ -1,4 +1,4 @@
-"""Class methods that create an object, which must not be called on an existing object."""
+"""Class methods that create an object, and that must be called on the class, not on an existing object."""
 
 from __future__ import annotations
 

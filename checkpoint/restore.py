@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def call(owner: Any, hook: str, *args: Any) -> None:
-    """Call a hook if the object has it and it is not None."""
+    """Call a hook of an object, unless the object has no such hook or the hook is None."""
     method = getattr(owner, hook, None)
     if method is not None:
         method(*args)
@@ -103,7 +103,7 @@ def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
 
 
 def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
-    """Return the advice to load only matching weights; empty if shapes differ, because loading would still fail."""
+    """Return advice to load only matching weights; empty if shapes differ, because loading would fail anyway."""
     own = module.state_dict()
     shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
     return (
