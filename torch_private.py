@@ -417,7 +417,7 @@ def keep_requires_grad(sharded: Iterable[Any]) -> None:
 
 
 def gathered_parameter(one: Any) -> tuple[Tensor | None, bool]:
-    """Return the parameter that an entry of :func:`fsdp_parameters` gathers, and whether it currently has its values.
+    """Return the parameter that an entry of :func:`fsdp_parameters` gathers, and whether it is gathered at the moment.
 
     The parameter is None before it is first gathered, and always if torch removes the attribute.
     """

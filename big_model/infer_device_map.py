@@ -1,4 +1,4 @@
-"""Build a device map from the sizes of a model's parts and the devices' memory limits, and give the reasons."""
+"""Build a device map from the sizes of a model's parts and the devices' memory limits, and explain each choice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeviceMapRow(NamedTuple):
         module: name of a module or tensor; ``""`` means the entire model.
         kind: name of the part's class.
         device: the part's device.
-        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already on it.
+        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already on that device.
         why: the reason for this device.
     """
 

@@ -65,7 +65,7 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def plain_layers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Linear]:
-    """Return the linear layers in a module that can be quantized, by name.
+    """Return a dict, by name, of those linear layers in a module that can be quantized.
 
     Layers that share their weight are left out, as are instances of subclasses, which may compute something else.
     ``ignored`` contains full names, or consecutive dot-separated parts of names.
@@ -127,9 +127,9 @@ def quantized_layer(linear: nn.Linear, how: Quantization, device: torch.device |
 def prepare_quantized(module: nn.Module) -> None:
     """Allow the quantized layers in a module to load any compatible state.
 
-    The layers can then load their own states, even after a forward pass, and the weights of plain linear layers, which
-    they quantize. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This
-    rounding is turned off, because training and resumed runs need unchanged weights.
+    The layers can then load their own states, even after a forward pass. They can also load the weights of plain linear
+    layers, which are then quantized. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first
+    evaluation. This rounding is turned off, because training and resumed runs need unchanged weights.
     """
     for layer in quantized_layers(module).values():
         if _PREPARED in vars(layer):

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 else:
 
     class making(classmethod):  # noqa: N801 - a decorator
-        """A ``classmethod`` that raises a TypeError if it is called on an instance, which it would not change."""
+        """A ``classmethod`` that raises a TypeError if it is called on an instance.
+
+        The method creates a new object, so such a call would leave the instance unchanged.
+        """
 
         def __get__(self, instance: Any, owner: Any = None) -> Any:
             bound = super().__get__(instance, owner)

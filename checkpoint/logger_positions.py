@@ -73,7 +73,10 @@ def restore(run: Run, section: Mapping[str, Any]) -> None:
 
 
 def named(loggers: Iterable[Logger]) -> Iterator[tuple[str, Logger]]:
-    """Yield each logger with its name in a checkpoint, which is its class and its index among loggers of that class."""
+    """Yield each logger with its name in a checkpoint.
+
+    The name consists of the logger's class and its index among the loggers of that class.
+    """
     seen: Counter[str] = Counter()
     for logger in loggers:
         kind = type(logger).__qualname__

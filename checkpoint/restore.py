@@ -1,4 +1,4 @@
-"""Load weights and report states that do not match. Trainer and Accelerator both use this to restore checkpoints."""
+"""Load weights and report mismatched states. Trainer and Accelerator both use this module to restore checkpoints."""
 
 from __future__ import annotations
 

@@ -79,7 +79,10 @@ class _File(io.FileIO):
 
 
 class _Stream:
-    """The stream for ``torch.save``. It stores an error instead of raising it, so that no later error masks it."""
+    """The stream for ``torch.save``.
+
+    It stores the first error instead of raising it, so that no later error masks the first.
+    """
 
     raw: io.FileIO
 

@@ -207,7 +207,10 @@ Location: TypeAlias = Path | Remote
 
 
 class NewPath(str):
-    """A path that must not exist yet. A file that another process creates there in the meantime is not replaced."""
+    """A path that must not exist yet.
+
+    If another process creates a file there in the meantime, that file is not replaced.
+    """
 
     __slots__ = ()
 

@@ -207,7 +207,7 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
     except (ConnectionError, TimeoutError) as error:
         raise RuntimeError(
             f"Reading {str(config)!r} needs a network connection, which failed: {error}. Connect to the network, or "
-            "download the files that it refers to."
+            "download the files that the configuration refers to."
         ) from error
     notes: list[str] = []
     batch = _batch_for(module, settings, wish, notes)

@@ -32,7 +32,7 @@ def reported() -> str | None:
 
 
 def accelerators() -> list[DeviceKind]:
-    """Return all kinds except the CPU, best first, including those without a device; none if devices are hidden."""
+    """Return all kinds except the CPU, best first, even kinds that this machine lacks; empty if devices are hidden."""
     if are_hidden():
         return []
     kinds = [kind for kind in _KINDS.values() if kind.name != "cpu"]

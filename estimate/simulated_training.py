@@ -105,7 +105,7 @@ class Rehearsal:
         micro_batches: number of micro-batches per update.
 
     Attributes:
-        output: the latest output of the step in a window, which stays in memory while the next forward runs.
+        output: the latest output of the step in a window. It stays in memory while the next forward pass runs.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Rehearsal:
 
 
 def clip_value_of(module: TrainingModule) -> float | None:
-    """Return a clipping value if a module overrides ``configure_gradient_clipping``, which may need it; else None."""
+    """Return a clipping value if a module overrides ``configure_gradient_clipping`` (which may need one), else None."""
     return None if overridden(module, "configure_gradient_clipping", TrainingModule) is None else 1.0
 
 

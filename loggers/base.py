@@ -84,7 +84,7 @@ class Logger(ABC):
         """Log the model's graph, if the logger can show graphs."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called with the ``ModelCheckpoint`` callback each time it has written a file."""
+        """Called with the ``ModelCheckpoint`` callback each time the callback has written a file."""
 
     def save(self) -> None:
         """Flush all logged values. Called before a checkpoint is written."""

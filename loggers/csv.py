@@ -223,8 +223,8 @@ class ExperimentWriter:
         lost = rows - len(kept) - bool(last)
         if lost > 0:
             messages.warn(
-                f"The resumed run had written {rows} rows to {self.metrics_file_path}, which now has {len(found)}. "
-                f"Number of lost rows: {lost}. When you move checkpoints, move this file with them."
+                f"The resumed run had written {rows} rows to {self.metrics_file_path}. Number of rows that are no "
+                f"longer in the file: {lost}. When you move checkpoints, move this file with them."
             )
         columns = list(dict.fromkeys([*self.columns, *last]))
         if last:
@@ -256,7 +256,10 @@ class ExperimentWriter:
         return self._end if self._last_start is None else self._last_start
 
     def _widen(self, new: Iterable[str]) -> None:
-        """Replace the file with a file that has more columns, leaving out a last row that is about to be rewritten."""
+        """Replace the file with one that has more columns.
+
+        If the last row is about to be rewritten, the new file does not contain it.
+        """
         rows = self._read() if self._last_start is None else self._read()[:-1]
         self._replace(list(dict.fromkeys([*(self.columns or self.first_columns), *new])), rows)
         self._last_start = None

@@ -123,7 +123,7 @@ class FolderLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def save(self) -> None:
-        """Write ``hparams.yaml`` if it is missing in the run's folder. Subclasses also flush their logged values."""
+        """Write ``hparams.yaml`` if it is missing from the run's folder. Subclasses also flush their logged values."""
         if self._hparams_written or self._version is None or not messages.is_rank_zero():
             return
         if os.path.isdir(self.log_dir) and not os.path.exists(os.path.join(self.log_dir, HPARAMS_FILE)):
@@ -139,7 +139,7 @@ class FolderLogger(Logger):
         return {"version": self.version, "run": self._run, "step": self._step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Return True if this logger may use the version in ``state`` and its folder still belongs to the run."""
+        """Return True if this logger may use the version in ``state``, and that version's folder belongs to the run."""
         version = state.get("version")
         if version is None or self._version not in (None, version):
             return False

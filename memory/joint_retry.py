@@ -120,7 +120,7 @@ class Together:
         )
 
     def same(self, value: Callable[[], int]) -> int:
-        """Return rank 0's value on every rank. Every rank calls ``value``, because it may count its calls."""
+        """Return rank 0's value on every rank. Every rank calls ``value``, because ``value`` may count its calls."""
         own = value()
         if self.rank == 0:
             self._store.set(self._key("next"), json.dumps(own))
@@ -130,6 +130,6 @@ class Together:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of sharded tensor layouts, because they keep meshes and their process groups alive."""
+    """Clear torch's caches of sharded tensor layouts, because the caches keep meshes and their process groups alive."""
     forget_layouts()
     gc.collect()

@@ -71,7 +71,7 @@ class MemorySizes(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Upper bound on the bytes for activations kept for backward and for temporary tensors."""
+        """Upper bound on the bytes used by temporary tensors and by activations kept for the backward pass."""
         return max(0, self.highest - self.weights - self.gradients - self.optimizer)
 
 

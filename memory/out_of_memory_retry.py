@@ -159,8 +159,8 @@ class _Search:
             if size < 1:
                 raise RuntimeError(
                     f"{self.function.__qualname__}() runs out of memory with every batch size from {self.start} down "
-                    f"to {before} ({'; '.join(self.tried)}). Reduce the memory per sample: precision='bf16-mixed', "
-                    "activation checkpointing, strategy='fsdp', or a smaller model."
+                    f"to {before} ({'; '.join(self.tried)}). Reduce the memory per sample, for example with "
+                    "precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
                 ) from self.error
 
     def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:

@@ -236,7 +236,7 @@ class Trials:
         return self.run.source.given.get(stage_of(self.settings.method)) is None
 
     def check_size(self, loader: Any, size: int, batch: Any) -> None:
-        """Raise an error if batches have a different size, which would make the trials meaningless."""
+        """Raise an error unless batches have ``size`` samples; otherwise, the trials would be meaningless."""
         found = samples_in_batch(loader, 1) if loader is not None else None
         if loader is not None:
             strategy = self.run.strategy

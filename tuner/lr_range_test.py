@@ -267,9 +267,10 @@ def warn_if_unread(module: TrainingModule, places: list[TunedAttribute]) -> None
     if made[0] == made[1]:
         where, owner = messages.names([place.words for place in places], "and"), type(module).__name__
         messages.warn(
-            f"lr_find sets {where}, but {owner}.configure_optimizers() creates the same optimizer regardless of "
-            f"that value, so a fit will not use the rate that lr_find found. Create the optimizer with "
-            f"lr=self.{places[0].key}, or pass the attribute that it reads, such as attr_name='hparams.training.lr'."
+            f"lr_find sets {where}, but {owner}.configure_optimizers() creates the same optimizer regardless of that "
+            "value, so a fit will not use the rate that lr_find found. Create the optimizer with "
+            f"lr=self.{places[0].key}, or pass lr_find the name of the attribute that configure_optimizers() reads, "
+            "such as attr_name='hparams.training.lr'."
         )
 
 

@@ -24,7 +24,7 @@ def is_dry(fast_dev_run: bool | int, what: str) -> bool:
 
 
 def take_lr(found: LRFinder, places: list[TunedAttribute]) -> float | None:
-    """Set the attributes to the suggested learning rate, report it and return it."""
+    """Set the attributes to the suggested learning rate, and report and return that rate."""
     rate = found.suggestion()
     if rate is not None and places:
         before = places[0].get()

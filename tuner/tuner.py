@@ -180,8 +180,8 @@ class Tuner:
         wanted = effective_batch if method == "fit" and module.automatic_optimization else None
         if wanted != effective_batch:
             raise ValueError(
-                f"scale_batch_size(effective_batch={effective_batch!r}) changes accumulate_grad_batches, but that "
-                "has an effect only in training with automatic optimization. Leave out effective_batch."
+                f"scale_batch_size(effective_batch={effective_batch!r}) changes accumulate_grad_batches, which has an "
+                "effect only in training with automatic optimization. Leave out effective_batch."
             )
         effective = effective_now(trainer.current_run, places, given, wanted, world)
         plan(1, effective, world)
@@ -237,7 +237,7 @@ class Tuner:
 
 
 def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Run], Any], random: dict[str, Any]) -> Any:
-    """Run the search in a process that was launched for it."""
+    """Run the search in a process that was launched for this search."""
     set_random_states(random)
     found = run_separately(trainer, request, work)
     leave()

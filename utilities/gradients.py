@@ -21,9 +21,10 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
     Returns:
         Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of all these
-        norms. The dict is empty if there are no gradients. With sharded gradients (FSDP, DeepSpeed), these are the
-        norms of the whole gradients, so all processes must call this. In a pipeline, each process gets the norms of
-        all stages. Under DeepSpeed, the module must be the TrainingModule, because only its Trainer has the gradients.
+        norms. The dict is empty if there are no gradients. With sharded gradients (FSDP, DeepSpeed), the result
+        contains the norms of the full gradients, so all processes must call this function. In a pipeline, each process
+        gets the norms of all stages. Under DeepSpeed, the module must be the TrainingModule, because only its Trainer
+        has the gradients.
 
     Raises:
         ValueError: the module is part of a model that a pipeline has split, so other stages' gradients are unknown.

@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read the checkpoint, convert it and write it."""
+    """Read the checkpoint, convert it, and write the result."""
     from ...checkpoint import single_file
     from ...checkpoint.read import read
 

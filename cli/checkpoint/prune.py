@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print which checkpoints are kept and deleted, ask for confirmation, and delete them."""
+    """Print which checkpoints to keep and which to delete, ask for confirmation, and delete the latter."""
     if arguments.keep_last < 0 or arguments.keep_best < 0 or not arguments.keep_last + arguments.keep_best:
         raise ValueError(
             "Nothing would be kept. Pass --keep-last N, --keep-best K, or both, with numbers of 1 or more."

@@ -543,7 +543,7 @@ def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
         Tuner(Trainer(**QUIET)).lr_find(Manual())
     with pytest.raises(RuntimeError, match="does not work with LBFGS, which Exact uses"):
         Tuner(Trainer(**QUIET)).lr_find(Exact())
-    with pytest.raises(ValueError, match="changes accumulate_grad_batches, but that has an effect only in"):
+    with pytest.raises(ValueError, match="changes accumulate_grad_batches, which has an effect only in"):
         tuned(9, Manual(), effective_batch=8)
 
 
