@@ -34,7 +34,7 @@ from . import sync_batch_norm
 from .base import Strategy
 from .communication import ReduceOp, UnlikeTensorsError
 from .differentiable_collectives import all_gather
-from .precision.base import Precision, parameters
+from .precision.base import Precision, parameters, precision_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -123,7 +123,7 @@ class DistributedStrategy(Strategy):
         start_method: StartMethod = "auto",
         numa: bool = False,
     ) -> None:
-        self.precision = precision or Precision()
+        self.precision = precision_of(self, precision)
         if start_method not in START_METHODS:
             raise ValueError(messages.unknown(f"{type(self).__name__} start_method", start_method, START_METHODS))
         self.process_group_backend = process_group_backend

@@ -14,7 +14,7 @@ from ..big_model.empty_init import no_initial_values
 from ..big_model.quantized_layers import prepare_quantized
 from ..processes.device_transfer import mover
 from .foreach_optimizers import prefer_foreach
-from .precision.base import Precision
+from .precision.base import Precision, precision_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -44,7 +44,7 @@ class Placement:
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
-        self.precision = precision or Precision()
+        self.precision = precision_of(self, precision)
         self.precision.use_on(self.device)
 
     @property

@@ -20,7 +20,7 @@ CollectibleGroup: TypeAlias = Any
 
 
 class Collective(ABC):
-    """Operations in which all processes of a group take part; subclass it for another library than torch."""
+    """Operations in which all processes of a group take part. Subclass it to use a library other than torch."""
 
     def __init__(self) -> None:
         self._group: CollectibleGroup | None = None
@@ -37,14 +37,14 @@ class Collective(ABC):
 
     @property
     def group(self) -> CollectibleGroup:
-        """The group of this object; an error before ``create_group``."""
+        """This object's group. Raises RuntimeError before ``create_group``."""
         if self._group is None:
             raise RuntimeError(f"{type(self).__name__} has no group. Call create_group() first.")
         return self._group
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Copy process ``src``'s tensor into each process's."""
+        """Overwrite the tensor on every process with the one on process ``src``."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
@@ -56,23 +56,23 @@ class Collective(ABC):
 
     @abstractmethod
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
-        """Put each process's tensor into the list of all processes."""
+        """Gather the tensors of all processes into ``tensor_list`` on every process."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
-        """Put each process's tensor into the list of process ``dst``."""
+        """Gather the tensors of all processes into ``gather_list`` on process ``dst``."""
 
     @abstractmethod
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
-        """Put one tensor of process ``src``'s list into each process's tensor."""
+        """Send one tensor of process ``src``'s list to each process, which receives it in ``tensor``."""
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str) -> Tensor:
-        """Reduce the lists, and put one tensor of the result into each process's ``output``."""
+        """Reduce the lists of all processes, and write one tensor of the result to ``output`` on each process."""
 
     @abstractmethod
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Send one tensor of each process's list to each process."""
+        """Send one tensor to every process, and receive one from every process."""
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -80,7 +80,7 @@ class Collective(ABC):
 
     @abstractmethod
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
-        """Receive a tensor of process ``src``, or of any, in ``tensor``."""
+        """Receive a tensor from process ``src`` (None means any process) in ``tensor``."""
 
     @abstractmethod
     def barrier(self, device_ids: list[int] | None = None) -> None:
@@ -94,12 +94,12 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def is_initialized(cls) -> bool:
-        """Return whether the processes are joined."""
+        """Return whether the default process group is initialized."""
 
     @classmethod
     @abstractmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """Join the processes."""
+        """Initialize the default process group."""
 
     @classmethod
     @abstractmethod
@@ -109,27 +109,27 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def destroy_group(cls, group: CollectibleGroup) -> None:
-        """Leave a group."""
+        """Destroy a group."""
 
     @classmethod
     @abstractmethod
     def _convert_to_native_op(cls, op: str) -> Any: ...
 
     def setup(self, **kwargs: Any) -> Self:
-        """Join the processes, unless they are joined."""
+        """Initialize the default process group unless it already is."""
         if not self.is_initialized():
             self.init_group(**kwargs)
         return self
 
     def create_group(self, **kwargs: Any) -> Self:
-        """Create this object's group; on several processes, all of them call it."""
+        """Create this object's group. All processes must call this."""
         if self._group is not None:
             raise RuntimeError(f"{type(self).__name__} has a group. Call teardown() before create_group().")
         self._group = self.new_group(**kwargs)
         return self
 
     def teardown(self) -> Self:
-        """Leave this object's group."""
+        """Destroy this object's group."""
         if self._group is None:
             raise RuntimeError(f"{type(self).__name__} has no group. Call create_group() before teardown().")
         self.destroy_group(self._group)
@@ -138,9 +138,9 @@ class Collective(ABC):
 
 
 class TorchCollective(Collective):
-    """``torch.distributed``; without ``create_group``, among all processes."""
+    """Collectives of ``torch.distributed``, among all processes unless ``create_group`` is called."""
 
-    #: Whether ``setup`` has joined the processes, so that ``teardown`` ends this.
+    #: Whether ``setup`` initialized the default process group, so that ``teardown`` destroys it.
     manages_default_group: ClassVar[bool] = False
     addr_key = "MASTER_ADDR"
     port_key = "MASTER_PORT"
@@ -152,7 +152,7 @@ class TorchCollective(Collective):
 
     @property
     def group(self) -> CollectibleGroup:
-        """The group of this object, or the group of all processes."""
+        """This object's group; the default group before ``create_group``."""
         return dist.GroupMember.WORLD if self._group is None else self._group
 
     @property
@@ -166,7 +166,7 @@ class TorchCollective(Collective):
         return dist.get_world_size(self.group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Copy process ``src``'s tensor into each process's."""
+        """Overwrite the tensor on every process with the one on process ``src``."""
         dist.broadcast(tensor, src, group=self.group)
         return tensor
 
@@ -181,27 +181,27 @@ class TorchCollective(Collective):
         return tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
-        """Put each process's tensor into the list of all processes."""
+        """Gather the tensors of all processes into ``tensor_list`` on every process."""
         dist.all_gather(tensor_list, tensor, group=self.group)
         return tensor_list
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
-        """Put each process's tensor into the list of process ``dst``."""
+        """Gather the tensors of all processes into ``gather_list`` on process ``dst``."""
         dist.gather(tensor, gather_list, dst, group=self.group)
         return gather_list
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
-        """Put one tensor of process ``src``'s list into each process's tensor."""
+        """Send one tensor of process ``src``'s list to each process, which receives it in ``tensor``."""
         dist.scatter(tensor, scatter_list, src, group=self.group)
         return tensor
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = "sum") -> Tensor:
-        """Reduce the lists, and put one tensor of the result into each process's ``output``."""
+        """Reduce the lists of all processes, and write one tensor of the result to ``output`` on each process."""
         dist.reduce_scatter(output, input_list, op=self._convert_to_native_op(op), group=self.group)
         return output
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Send one tensor of each process's list to each process."""
+        """Send one tensor to every process, and receive one from every process."""
         dist.all_to_all(output_tensor_list, input_tensor_list, group=self.group)
         return output_tensor_list
 
@@ -210,12 +210,12 @@ class TorchCollective(Collective):
         dist.send(tensor, dst, tag=tag, group=self.group)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
-        """Receive a tensor of process ``src``, or of any, in ``tensor``."""
+        """Receive a tensor from process ``src`` (None means any process) in ``tensor``."""
         dist.recv(tensor, src, tag=tag, group=self.group)
         return tensor
 
     def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
-        """Put each process's object into the list of all processes."""
+        """Gather the objects of all processes into ``object_list`` on every process."""
         dist.all_gather_object(object_list, obj, group=self.group)
         return object_list
 
@@ -225,14 +225,14 @@ class TorchCollective(Collective):
         return object_list
 
     def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
-        """Put each process's object into the list of process ``dst``."""
+        """Gather the objects of all processes into ``object_gather_list`` on process ``dst``."""
         dist.gather_object(obj, object_gather_list, dst, group=self.group)
         return object_gather_list
 
     def scatter_object_list(
         self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
     ) -> list[Any]:
-        """Put one object of process ``src``'s list into each process's list."""
+        """Send one object of process ``src``'s list to each process, which receives it in its output list."""
         dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src, group=self.group)
         return scatter_object_output_list
 
@@ -241,11 +241,11 @@ class TorchCollective(Collective):
         dist.barrier(group=self.group, device_ids=device_ids)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all processes of a gloo group; an error names those that do not come."""
+        """Wait for all processes of a gloo group. If some do not arrive in time, the error names them."""
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
     def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
-        """Join the processes, unless they are joined; without an address, a process on its own."""
+        """Initialize the default process group unless it already is, by default at a free port of this machine."""
         if self.is_initialized():
             return self
         given = {self.addr_key: main_address or "localhost", self.port_key: main_port or find_free_network_port()}
@@ -260,7 +260,7 @@ class TorchCollective(Collective):
         return self
 
     def teardown(self) -> Self:
-        """Leave this object's group, and the group of all processes if ``setup`` has joined them."""
+        """Destroy this object's group, and the default process group if ``setup`` initialized it."""
         if self._group is not None:
             super().teardown()
         if TorchCollective.manages_default_group and self.is_initialized():
@@ -275,12 +275,12 @@ class TorchCollective(Collective):
 
     @classmethod
     def is_initialized(cls) -> bool:
-        """Return whether the processes are joined."""
+        """Return whether the default process group is initialized."""
         return cls.is_available() and dist.is_initialized()
 
     @classmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """Join the processes."""
+        """Initialize the default process group."""
         dist.init_process_group(**kwargs)
 
     @classmethod
@@ -290,7 +290,7 @@ class TorchCollective(Collective):
 
     @classmethod
     def destroy_group(cls, group: CollectibleGroup) -> None:
-        """Leave a group."""
+        """Destroy a group."""
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
 
@@ -305,7 +305,7 @@ class TorchCollective(Collective):
 
 
 class SingleDeviceCollective(Collective):
-    """One process: every operation returns what it is given."""
+    """Collectives for a single process, which return their input."""
 
     @property
     def rank(self) -> int:
@@ -330,11 +330,11 @@ class SingleDeviceCollective(Collective):
         return tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, **__: Any) -> list[Tensor]:
-        """Return a list of the tensor."""
+        """Return a list that contains only the tensor."""
         return [tensor]
 
     def gather(self, tensor: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-        """Return a list of the tensor."""
+        """Return a list that contains only the tensor."""
         return [tensor]
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], *_: Any, **__: Any) -> Tensor:
@@ -375,7 +375,7 @@ class SingleDeviceCollective(Collective):
 
     @classmethod
     def new_group(cls, **_: Any) -> CollectibleGroup:
-        """Return an object."""
+        """Return a placeholder for the group."""
         return object()
 
     @classmethod

@@ -98,6 +98,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._trained: list[nn.Parameter] = []
         self._counts: list[tuple[int | None, int | None]] = []  # of changes of each trained parameter
         self._overflow: Tensor | None = None
+        self._earlier: list[Tensor] = []  # complete gradients of backward passes that were not followed by a step
         self._has_gradients = self._gradients_are_final = False
 
     # ---- placement ---------------------------------------------------------------------------------------------------
@@ -239,6 +240,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._engine, self._overflow = None, None
         self._pieces, self._trained, self._counts, self._groups = {}, [], [], []
         self._has_gradients = self._gradients_are_final = False
+        self._earlier = []
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         step = super().bind_step(step, wrapped, training)
@@ -294,7 +296,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if not loss.requires_grad:
             loss.backward()  # raises torch's error for a loss without a graph; DeepSpeed would fail an assertion
         zero = self._engine.optimizer
-        earlier = zero_partitions.begin_backward(zero, self._gradients_are_final)
+        self._earlier += zero_partitions.begin_backward(zero, self._gradients_are_final)
         if how is None:
             self._engine.backward(loss, scale_wrt_gas=False)
         else:
@@ -302,7 +304,8 @@ class DeepSpeedStrategy(DistributedStrategy):
                 how(self._engine.scale(loss))
         self._has_gradients, self._gradients_are_final = True, self._engine.is_gradient_accumulation_boundary()
         if self._gradients_are_final:
-            zero_partitions.complete_backward(zero, earlier)
+            zero_partitions.complete_backward(zero, self._earlier)
+            self._earlier = []
 
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the full gradient on every rank; None before it is complete. Every rank must call this."""
@@ -373,6 +376,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._engine is not None and self._has_gradients:
             zero_partitions.clear_gradients(self._engine.optimizer)
             self._has_gradients = self._gradients_are_final = False
+            self._earlier = []
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         """Clear the gradients in DeepSpeed's buffers too, for example if the user discards them without a step."""

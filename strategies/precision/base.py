@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ... import messages
 from ...processes.device_transfer import convert
 from ...torch_private import pytree, unscales_in_its_step
 
@@ -398,6 +399,21 @@ class HalfPrecision(TruePrecision):
 
     def __init__(self, precision: Literal["16-true", "bf16-true"] = "16-true") -> None:
         super().__init__(precision)
+
+
+def precision_of(strategy: object, precision: Precision | None) -> Precision:
+    """Return the precision passed to a strategy; full float32 if it is None.
+
+    Raises:
+        TypeError: it is neither None nor a Precision.
+    """
+    if precision is None or isinstance(precision, Precision):
+        return precision or Precision()
+    owner = type(strategy).__name__
+    raise TypeError(
+        f"{owner}: precision={precision!r} is {messages.a(precision)}, not a Precision. Pass a name to the Trainer "
+        f"(Trainer(strategy={owner}(...), precision='bf16-mixed')), or a Precision object to the strategy."
+    )
 
 
 @contextmanager

@@ -12,7 +12,15 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from paceline import Callback, Trainer, TrainingModule
-from paceline.strategies import MixedPrecision, Precision, TruePrecision, choose_strategy
+from paceline.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    MixedPrecision,
+    Precision,
+    SingleDevice,
+    TruePrecision,
+    choose_strategy,
+)
 
 SETTINGS: dict[str, Any] = QUIET | {"max_epochs": 1}
 DTYPES = {"32-true": torch.float32, "64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -255,3 +263,9 @@ def test_bf16_needs_no_scaler() -> None:
     with pytest.raises(ValueError, match="bf16 needs no loss scaling"):
         MixedPrecision("bf16-mixed", scaler=GradScaler("cpu"))
     assert choose_strategy("cpu", precision="bf16").precision.scaler is None
+
+
+@pytest.mark.parametrize("kind", [SingleDevice, DDPStrategy, FSDPStrategy])
+def test_a_name_given_to_a_strategy_is_an_error_that_says_where_names_go(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: precision='bf16-mixed' is a str, not a Precision.*Trainer"):
+        kind(precision="bf16-mixed")

@@ -14,13 +14,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, Trainer
 from paceline.accelerator.plugins import DeepSpeedPlugin
+from paceline.strategies import DeepSpeedStrategy
 from paceline.utilities import grad_norm
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
 
 #: Micro-batches per step, and what the loop does in some of its micro-batches.
-LOOPS = [(1, "skips a layer"), (2, "skips a layer"), (1, "discards"), (1, "goes back twice"), (2, "goes back twice")]
+LOOPS = [
+    (1, "skips a layer"),
+    (2, "skips a layer"),
+    (1, "discards"),
+    (1, "goes back twice"),
+    (2, "goes back twice"),
+    (1, "shares gradients in two of three"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +45,8 @@ def learn(steps: int, kind: str, batch_size: int, plugin: DeepSpeedPlugin | None
     data = TensorDataset(torch.randn(36, 4), torch.randn(36, 1))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size))
     for index, (x, y) in enumerate(loader):
-        with accelerator.accumulate(model):
+        shares = kind != "shares gradients in two of three" or index % 3 != 1
+        with accelerator.accumulate(model) if shares else accelerator.no_sync(model):
             loss, second = nn.functional.mse_loss(model(x), y), model(x).square().mean()
             if kind == "skips a layer" and index % 3 == 1:
                 loss = (model[2](x[:, :3]) - y).square().mean()
@@ -48,6 +57,8 @@ def learn(steps: int, kind: str, batch_size: int, plugin: DeepSpeedPlugin | None
                 accelerator.backward(second)
             if kind == "discards" and index % 3 == 1:
                 optimizer.zero_grad()
+                continue
+            if kind == "shares gradients in two of three" and index % 3 != 2:
                 continue
             optimizer.step()
             optimizer.zero_grad()
@@ -70,7 +81,7 @@ class Norms(TinyModule):
         self.log_dict(grad_norm(self, 2))
 
 
-def norms(strategy: str, batch_size: int) -> dict[str, float]:
+def norms(strategy: Any, batch_size: int) -> dict[str, float]:
     torch.manual_seed(3)
     trainer = Trainer(**QUIET, strategy=strategy, max_epochs=1, accumulate_grad_batches=3)
     trainer.fit(Norms(), tiny_loader(16 // batch_size, batch_size))
@@ -80,5 +91,8 @@ def norms(strategy: str, batch_size: int) -> dict[str, float]:
 def test_grad_norm_returns_the_norms_of_one_process() -> None:
     alone = norms("single_device", 4)
     assert len(alone) == 3
-    for found in ranks(2, lambda: [norms(f"deepspeed_stage_{stage}", 2) for stage in (2, 3)]):
-        assert found == [pytest.approx(alone, rel=1e-5)] * 2
+    kinds = [(1, False), (2, False), (3, False), (2, True), (3, True)]
+    for found in ranks(
+        2, lambda: [norms(DeepSpeedStrategy(stage=stage, offload_optimizer=to), 2) for stage, to in kinds]
+    ):
+        assert found == [pytest.approx(alone, rel=1e-5)] * len(kinds)
