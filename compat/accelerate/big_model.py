@@ -271,7 +271,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return True if a module's weights are offloaded and loaded when the module runs."""
+    """Return True if a module's weights are offloaded, and are loaded only while the module runs."""
     return _part_of(module) is not None
 
 

@@ -209,7 +209,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace an ``"auto"`` value with the argument of that name; report any other value that differs.
+        """Replace an ``"auto"`` value with the argument of the same name. Report any other value that differs from it.
 
         Args:
             ds_key_long: dotted name of the value.
@@ -519,8 +519,8 @@ def _refuse_both(name: str, objects: Any, kind: type, dummy: bool, config: Mappi
 def _optimizer(dummy: DummyOptim, config: Mapping[str, Any]) -> torch.optim.Optimizer:
     if "optimizer" not in config:
         raise ValueError(
-            "DummyOptim is a placeholder for the optimizer in a DeepSpeed configuration, but the configuration has "
-            "none. Create a torch optimizer, or add 'optimizer' to the configuration."
+            "DummyOptim is a placeholder for the optimizer in a DeepSpeed configuration, but the configuration defines "
+            "no optimizer. Create a torch optimizer, or add 'optimizer' to the configuration."
         )
     section = config["optimizer"]
     kind, params = str(section.get("type")), dict(section.get("params") or {})
@@ -540,8 +540,8 @@ def _scheduler(dummy: DummyScheduler, optimizer: Any, config: Mapping[str, Any])
     if "scheduler" not in config:
         if dummy.lr_scheduler_callable is None:
             raise ValueError(
-                "DummyScheduler is a placeholder for the scheduler in a DeepSpeed configuration, but the "
-                "configuration has none. Pass lr_scheduler_callable, or add 'scheduler' to the configuration."
+                "DummyScheduler is a placeholder for the scheduler in a DeepSpeed configuration, but the configuration "
+                "defines no scheduler. Pass lr_scheduler_callable, or add 'scheduler' to the configuration."
             )
         return dummy.lr_scheduler_callable(optimizer)
     schedules: Any = importlib.import_module("deepspeed.runtime.lr_schedules")

@@ -30,8 +30,8 @@ from .probes import is_peft_model
 class NoSync:
     """The ``no_sync`` method of a prepared model, like DistributedDataParallel's.
 
-    Only models whose gradients are averaged have this method. In copies of the model, which are not prepared, it does
-    nothing.
+    Only models whose gradients are averaged have this method. In copies of the model, which are not prepared, the
+    method does nothing.
 
     Args:
         accelerator: the Accelerator that prepared the model.

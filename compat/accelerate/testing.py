@@ -242,7 +242,7 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @contextlib.contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Context manager whose body must raise an exception, with ``msg`` in its text."""
+    """Context manager whose body must raise an exception with ``msg`` in the exception's text."""
     try:
         yield
     except exception_class as error:

@@ -492,7 +492,7 @@ def _clear(step: Any) -> None:
 
 
 def _count_without_loss(step: Any) -> dict[str, Any]:
-    """Count a batch for which ``training_step`` returned None toward the window, although it adds no gradients."""
+    """Count a batch toward the window although ``training_step`` returned None, so that the batch adds no gradients."""
     state = step.state
     if not state.window:
         _clear(step)

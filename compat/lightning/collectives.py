@@ -124,14 +124,16 @@ class Collective(ABC):
     def create_group(self, **kwargs: Any) -> Self:
         """Create this object's group. All processes must call this."""
         if self._group is not None:
-            raise RuntimeError(f"{type(self).__name__} has a group. Call teardown() before create_group().")
+            raise RuntimeError(
+                f"{type(self).__name__} already has a group. Call teardown() before you call create_group() again."
+            )
         self._group = self.new_group(**kwargs)
         return self
 
     def teardown(self) -> Self:
         """Destroy this object's group."""
         if self._group is None:
-            raise RuntimeError(f"{type(self).__name__} has no group. Call create_group() before teardown().")
+            raise RuntimeError(f"{type(self).__name__} has no group to leave. Call create_group() before teardown().")
         self.destroy_group(self._group)
         self._group = None
         return self

@@ -242,8 +242,8 @@ class Fabric:
 
         Args:
             *dataloaders: the loaders.
-            use_distributed_sampler: if False, every process reads all of the data, or the samples that its own sampler
-                selects.
+            use_distributed_sampler: if False, every process reads all of the data, or the samples that the loader's own
+                sampler selects.
             move_to_device: whether to move batches to the device.
 
         Returns:
@@ -265,8 +265,8 @@ class Fabric:
         for one in objects:
             if is_wrapped(one):
                 raise ValueError(
-                    f"fabric.{method} got {messages.a(one)} that has already been set up. Pass each original object "
-                    "once."
+                    f"fabric.{method} got {messages.a(one)} that has already been set up. Pass the original object, "
+                    "and set up each object only once."
                 )
 
     def _watch(self, optimizers: list[AcceleratedOptimizer]) -> None:

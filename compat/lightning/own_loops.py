@@ -74,7 +74,7 @@ def _setting(fn: str) -> Callable[[Any, Any], None]:
         if not isinstance(loop, OwnEvaluationLoop):
             raise AttributeError(
                 f"trainer.{fn}_loop can be set only to an instance of a subclass of Lightning's _EvaluationLoop, not "
-                f"to {messages.a(loop)}. To change how results are printed, override its _print_results."
+                f"to {messages.a(loop)}. To change how results are printed, override _print_results in such a subclass."
             )
         vars(trainer)[f"_own_{fn}_loop"] = loop
 
