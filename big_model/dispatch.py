@@ -99,7 +99,7 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Any = None,
 ) -> nn.Module:
-    """Keep a model's weights in host memory and copy each part to a device while it runs.
+    """Keep a model's weights in host memory, and copy each part of the model to a device while that part runs.
 
     Returns the same object. The model runs on ``execution_device``; None means the first accelerator, or else the CPU.
     The other arguments are the same as for :func:`dispatch_model`.
@@ -116,7 +116,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Any = None,
 ) -> nn.Module:
-    """Write a model's weights to a folder and copy each part to a device while it runs.
+    """Write a model's weights to a folder, and copy each part of the model to a device while that part runs.
 
     Returns the same object. The model runs on ``execution_device``; None means the first accelerator, or else the CPU.
     The other arguments are the same as for :func:`dispatch_model`.

@@ -47,7 +47,7 @@ def _bitsandbytes() -> Any:
 
 
 def quantized_layers(module: nn.Module) -> dict[str, Any]:
-    """Return a module's bitsandbytes linear layers, by name."""
+    """Return a module's bitsandbytes linear layers, keyed by name."""
     if "bitsandbytes" not in sys.modules:
         return {}
     kinds = _bitsandbytes().Linear4bit, _bitsandbytes().Linear8bitLt
@@ -65,7 +65,7 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def plain_layers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Linear]:
-    """Return a dict, by name, of those linear layers in a module that can be quantized.
+    """Return those linear layers of a module that can be quantized, keyed by name.
 
     Layers that share their weight are left out, as are instances of subclasses, which may compute something else.
     ``ignored`` contains full names, or consecutive dot-separated parts of names.

@@ -175,7 +175,7 @@ def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
 
 
 def all_or_none(work: Callable[[], None], gather: Callable[[Any], list[Any]]) -> None:
-    """Call ``work``. If it fails on any process, raise an error on all of them, so that no process waits forever.
+    """Call ``work``. If it fails on any process, raise an error on all processes, so that none waits forever.
 
     ``gather`` returns the values that all processes pass to it.
     """

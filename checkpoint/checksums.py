@@ -139,7 +139,7 @@ def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem
 
 
 def sums(paths: Sequence[Location]) -> dict[str, list[int]]:
-    """Return the size in bytes and the CRC-32 of each file, by name."""
+    """Return the size in bytes and the CRC-32 of each file, keyed by the file's name."""
     return {path.name: [path.stat().st_size, _checksum(path)] for path in paths}
 
 

@@ -24,8 +24,8 @@ else:
             @functools.wraps(self.__func__)
             def refuse(*args: Any, **kwargs: Any) -> Any:
                 raise TypeError(
-                    f"{name} was called on an instance of {kind}, but it creates a new object and does not change this "
-                    f"instance. Call it on the class: {kind}.{name}(...)."
+                    f"{name} was called on an instance of {kind}, but this method creates a new object and does not "
+                    f"change the instance. Call it on the class: {kind}.{name}(...)."
                 )
 
             return refuse

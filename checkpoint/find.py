@@ -89,7 +89,7 @@ def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location |
 
 
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
-    """Return readable checkpoints with their manifests, in the order to try, and the reasons why others cannot be read.
+    """Return readable checkpoints with their manifests, in the order to try them, and why others cannot be read.
 
     Checkpoints are ordered by save number rather than by time, because a clock may have been set back. Files from other
     tools have no save number and come last, ordered by time.

@@ -74,7 +74,8 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
     path = Path(config_yaml)
     if not path.parent.is_dir():
         raise RuntimeError(
-            f"save_hparams_to_yaml({str(path)!r}): the folder {str(path.parent)!r} does not exist. Create it first."
+            f"save_hparams_to_yaml({str(path)!r}): the folder {str(path.parent)!r} does not exist. Create the folder "
+            "first."
         )
     if type(hparams).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf

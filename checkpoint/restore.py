@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def call(owner: Any, hook: str, *args: Any) -> None:
-    """Call a hook of an object, unless the object has no such hook or the hook is None."""
+    """Call a hook of an object if the object has that hook and the hook is not None."""
     method = getattr(owner, hook, None)
     if method is not None:
         method(*args)

@@ -65,7 +65,7 @@ class Wish:
     """Options for finding the model.
 
     Attributes:
-        library: one of ``LIBRARIES``; if None, it is detected.
+        library: one of ``LIBRARIES``; if None, the library is detected.
         trust_remote_code: whether code in the model's folder may run.
         batch_size: samples in a batch; None means the factory's batch size, or 1 without a factory.
         sequence_length: tokens in a sequence; None means :data:`SEQUENCE_LENGTH`.

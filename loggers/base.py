@@ -70,7 +70,8 @@ class Logger(ABC):
         """
         if options:
             raise TypeError(
-                f"{type(self).__name__}.log_record accepts no options, but got {', '.join(options)}. Remove them."
+                f"{type(self).__name__}.log_record accepts no options, but got {', '.join(options)}. Remove these "
+                "options."
             )
         self.log_metrics(metrics=values, step=step)
 

@@ -27,7 +27,7 @@ class CSVLogger(FolderLogger):
 
     Args:
         save_dir: the folder for all experiments.
-        name: the experiment's name, which is a folder in ``save_dir``; None means no such folder.
+        name: the experiment's name, used as a folder in ``save_dir``; with None, versions are directly in ``save_dir``.
         version: the run's version. None selects a new number; an existing version is continued.
         prefix: prefix for each metric's name, followed by a dash.
         flush_logs_every_n_steps: maximum number of steps between two writes to the file.
@@ -252,7 +252,10 @@ class ExperimentWriter:
 
     @property
     def _start(self) -> int:
-        """Offset at which to write the pending rows: the file's end, or the last row's start if it has new values."""
+        """Offset at which to write the pending rows.
+
+        This is the end of the file or, if the last row has new values, the start of that row.
+        """
         return self._end if self._last_start is None else self._last_start
 
     def _widen(self, new: Iterable[str]) -> None:

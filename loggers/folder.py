@@ -35,7 +35,8 @@ class FolderLogger(Logger):
 
     Args:
         save_dir: the folder for all experiments, on a local or mounted file system.
-        name: the experiment's name, which is a folder in ``save_dir``; None or ``""`` means no such folder.
+        name: the experiment's name, used as a folder in ``save_dir``; with None or ``""``, versions are directly in
+            ``save_dir``.
         version: a number for ``version_N``, a string to use as the folder's name, or None for a new number.
         prefix: prefix for each metric's name, followed by a dash.
     """
@@ -49,8 +50,8 @@ class FolderLogger(Logger):
         who = type(self).__name__
         if "://" in os.fspath(save_dir):
             raise ValueError(
-                f"{who}: save_dir={os.fspath(save_dir)!r} is a URL, but this logger writes local files. "
-                "Pass a local or mounted folder, and copy it after the run."
+                f"{who}: save_dir={os.fspath(save_dir)!r} is a URL, but this logger writes local files. Pass a local "
+                "or mounted folder, and copy that folder after the run."
             )
         if not _is_version(version):
             raise ValueError(

@@ -37,7 +37,7 @@ class TensorBoardLogger(FolderLogger):
 
     Args:
         save_dir: the folder for all experiments.
-        name: the experiment's name, which is a folder in ``save_dir``; None means no such folder.
+        name: the experiment's name, used as a folder in ``save_dir``; with None, versions are directly in ``save_dir``.
         version: the run's version. None selects a new number; an existing version is continued in a new event file.
         log_graph: log the model's graph, traced with the module's ``example_input_array``.
         default_hp_metric: log ``hp_metric`` as -1 if a new run has hyperparameters but no metrics. To give the metric

@@ -44,8 +44,8 @@ class Outcome(NamedTuple):
 class Together:
     """Compares the outcomes of attempts across the processes of the default group, through the group's store.
 
-    It uses no collective, because a process group is unusable once its ranks have been interrupted at different points.
-    In that case, all ranks leave the group and create a new one with the same options.
+    This class uses no collective, because a process group is unusable once its ranks have been interrupted at different
+    points. In that case, all ranks leave the group and create a new one with the same options.
     """
 
     def __init__(self) -> None:

@@ -109,7 +109,7 @@ def find_executable_batch_size(
     if not parameters:
         raise TypeError(
             f"find_executable_batch_size: {function.__qualname__}() takes no arguments, but it is called with the "
-            f"batch size. Define it as {function.__name__}(batch_size)."
+            f"batch size. Define the function as {function.__name__}(batch_size)."
         )
     accumulate = next((name for name in _ACCUMULATE if name in parameters), None)
 

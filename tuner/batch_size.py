@@ -250,7 +250,7 @@ class Trials:
             key = self.places[0].key if self.places else "batch_size"
             raise RuntimeError(
                 f"{where} {'was' if len(self.places) < 2 else 'were'} set to {size}, but the loader yields batches of "
-                f"{found}, so it does not use that value. Create the loader in the hook, with DataLoader(..., "
+                f"{found}, so the loader does not use that value. Create the loader in the hook, with DataLoader(..., "
                 f"batch_size=self.{key})."
             )
 

@@ -63,7 +63,7 @@ class _NoStops(Stops):
 
 
 class _TrialLoop(FitLoop):
-    """The loop of a fit without its limits, schedulers, validation, logging and end-of-epoch work."""
+    """A fit's loop, but without limits, schedulers, validation, logging and end-of-epoch work."""
 
     def __init__(self, run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
         super().__init__(run, None)

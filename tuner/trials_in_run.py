@@ -107,7 +107,7 @@ def load_with_size(run: Run, places: list[TunedAttribute], size: int, method: st
 def take_size(
     run: Run, places: list[TunedAttribute], given: Any, found: SizeSearchResult, effective: int | None, world: int
 ) -> BatchPlan:
-    """Set the batch size (and the accumulation, unless ``effective`` is None) and report them."""
+    """Set and report the batch size and, unless ``effective`` is None, the accumulation."""
     before = size_of(given) if given is not None else places[0].get()
     decided = planned(found, effective, world, run.trainer.accumulate_grad_batches)
     _put_size(run, places, given, decided)

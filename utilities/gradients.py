@@ -53,7 +53,8 @@ def _of_all_stages(module: nn.Module, norms: dict[str, torch.Tensor]) -> dict[st
     if trainer is None:
         raise ValueError(
             f"grad_norm got {messages.a(module)} with weights on the meta device. In a pipeline, such weights belong "
-            "to other processes, and only the TrainingModule can reach them. Pass it: grad_norm(self, 2)."
+            "to other processes, and only the TrainingModule can reach them. Pass the TrainingModule: grad_norm(self, "
+            "2)."
         )
     device = trainer.strategy.device
     found = trainer.strategy.gather_objects({name: norm.item() for name, norm in norms.items()})

@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> int:
             f"{arguments.out!r} does not end in .safetensors. Pass --format with one of {', '.join(_FORMATS)}."
         )
     if out.exists():
-        raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete it.")
+        raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete the existing file.")
     checkpoint = read(the_one(arguments.file))
     if kind == "safetensors":
         _write_safetensors(checkpoint["state_dict"], out)

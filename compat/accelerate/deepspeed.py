@@ -317,7 +317,10 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return found
 
     def micro_batches(self, steps: int | None) -> int | None:
-        """Return the Accelerator's number of micro-batches or, if not set, the DeepSpeed configuration's number."""
+        """Return the number of micro-batches in a window.
+
+        This is ``steps``, the Accelerator's number, or the DeepSpeed configuration's number if ``steps`` is None.
+        """
         return self.decided("gradient_accumulation_steps") if steps is None else steps
 
     @property
