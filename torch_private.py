@@ -492,7 +492,7 @@ def compiler_is_loaded() -> bool:
 
 
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
-    """Return the function that compiles with the options of a ``torch.compile(module)``; None for any other object.
+    """Return the function that compiles with the options of a module from ``torch.compile``; None for other objects.
 
     If torch removes ``OptimizedModule`` or its ``dynamo_ctx``, this raises AttributeError. If torch moves the class to
     another module, this returns None for every object.

@@ -77,7 +77,7 @@ def is_noting() -> bool:
 
 
 def is_to_be_noted(own: Tensor) -> bool:
-    """Return True if loading this tensor's values must be deferred."""
+    """Return True if loading values into a tensor must be deferred."""
     return is_noting() and own.is_meta and isinstance(own, nn.Parameter)
 
 

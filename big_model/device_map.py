@@ -131,7 +131,7 @@ def spread_in(module: nn.Module) -> nn.Module | None:
 
 
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
-    """Return the shortest equivalent map: if all parts of a module are on one device, the module has one entry."""
+    """Return the shortest equivalent map, in which a module has a single entry if all its parts are on one device."""
     below: dict[str, set[Device]] = {}
     for name, device in device_map.items():
         for prefix in _prefixes(name):

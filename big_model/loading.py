@@ -51,7 +51,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load each weight directly to its device, make the model run across these devices, and return the same object.
+    """Load each weight directly to its device, make the model run across these devices, and return the model.
 
     Args:
         model: the model, usually created inside :func:`init_empty_weights`.
@@ -117,7 +117,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _tell_reading(where: str, offload_state_dict: bool | None, full_state_dict: bool, broadcast: bool) -> None:
-    """Report once that these arguments do not change how the files are read."""
+    """Report once that the given arguments do not change how files are read."""
     messages.ignored(
         where,
         "each process reads its own weights from the files, one chunk at a time",

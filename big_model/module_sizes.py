@@ -68,7 +68,7 @@ class Sizes:
         return self.sum(self.within(module))
 
     def sum(self, ids: set[int]) -> int:
-        """Return the total size of the tensors with these IDs, in bytes."""
+        """Return the total size of the tensors with the given IDs, in bytes."""
         return sum(self.bytes[one] for one in ids)
 
 

@@ -255,7 +255,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_as_in_file(start: int, end: int) -> bool:
-    """Return True if none of these pages has been written to since the file was mapped.
+    """Return True if no page between two addresses has been written to since its file was mapped.
 
     Writing to a page makes a private copy of it. This function queries the operating system, because torch does not
     notice every change: writing through ``.data`` or NumPy, or updating batch statistics, does not change a tensor's

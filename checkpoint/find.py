@@ -53,8 +53,8 @@ class SearchFolders:
 def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | None:
     """Return the newest valid checkpoint, and report newer checkpoints that cannot be used.
 
-    A fit skips checkpoints that contain only weights. ``word`` is the ``ckpt_path`` that the user passed: ``"last"`` or
-        ``"auto"``.
+    A fit skips checkpoints that contain only weights. ``word`` is the ``ckpt_path`` that the user passed, which is
+    ``"last"`` or ``"auto"``.
     """
     where = folders.own + folders.earlier
     chosen, passed_over = newest_valid(folders.checkpoints(where), fn)
@@ -133,7 +133,7 @@ def _why_not_foreign(path: Location, fn: str) -> str | None:
 
 
 def newer_of_its_run(path: Location) -> Location | None:
-    """Return a checkpoint of the same run that is newer than ``path`` and in the same folder; None if there is none."""
+    """Return a checkpoint in the folder of ``path`` that the run of ``path`` wrote later; None if there is none."""
     found, _ = _newest_first(manifest.checkpoints_in(path.parent))
     own = next((known for other, known in found if other.name == path.name), None)
     if own is None:

@@ -172,7 +172,7 @@ class DeviceKind:
         return None
 
     def set_random_states(self, states: Any) -> bool:
-        """Restore what :meth:`random_states` returned; return False if this process sees another number of devices."""
+        """Restore the result of :meth:`random_states`; return False if the number of devices has changed since then."""
         return False
 
     def seed(self, value: int) -> None:

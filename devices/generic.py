@@ -31,7 +31,7 @@ class Generic(DeviceKind):
         return torch.get_device_module(self.name)
 
     def _function(self, name: str) -> Any:
-        """Return the function with this name from the kind's own module, or else from ``torch.accelerator``."""
+        """Return the function called ``name`` from the kind's own module, or else from ``torch.accelerator``."""
         return getattr(self.module, name, None) or getattr(torch.accelerator, name)
 
     # ---- which devices -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ _KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (CUDA_KIND, MPS(), 
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:
-    """Return the kind of a device, or of the device type with that name."""
+    """Return the kind of a device, given the device or the name of its type."""
     name = device if isinstance(device, str) else device.type
     return _KINDS.get(name) or _KINDS.setdefault(name, Generic(name))
 

@@ -28,7 +28,7 @@ _BATCH = 100
 
 
 class MLFlowLogger(ServiceLogger):
-    """Log a run to MLflow: a tracking server, a database such as ``sqlite:///mlflow.db``, or a folder.
+    """Log a run to MLflow: to a tracking server, to a database such as ``sqlite:///mlflow.db``, or to a folder.
 
     The run is finished at the end of each fit, validation, test or prediction; values logged later are still added to
     it. A resumed fit continues the run that wrote the checkpoint.

@@ -64,7 +64,7 @@ class ServiceLogger(CheckpointUploads):
 
     @property
     def name(self) -> str | None:
-        """The project."""
+        """The project's name."""
         return self._project
 
     @property

@@ -107,7 +107,7 @@ class WandbLogger(CheckpointUploads):
 
     @property
     def name(self) -> str:
-        """The project."""
+        """The project's name."""
         return self._project if self._experiment is None else self._experiment.project or self._project
 
     @property

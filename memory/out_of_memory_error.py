@@ -117,7 +117,7 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
 
 
 def needs_words(error: BaseException) -> bool:
-    """Return True if this is an out-of-memory error that does not yet say what to do."""
+    """Return True if an error is an out-of-memory error whose text does not yet say what to do."""
     return is_out_of_memory(error) and not hasattr(error, _EXPLAINED)
 
 

@@ -187,7 +187,7 @@ class _Search:
         return result, Outcome(DONE, "", device.peak_memory())
 
     def is_memory_error(self, error: Exception) -> bool:
-        """Return True if this is an out-of-memory error, or was caused by one on another rank."""
+        """Return True if an error is an out-of-memory error, or was caused by one on another rank."""
         if is_out_of_memory(error):
             return True
         return isinstance(error, RuntimeError) and self.together.meet() and self.together.others_ran_out()

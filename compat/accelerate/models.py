@@ -63,7 +63,7 @@ def has_compiled_regions(module: Any) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a module's repeated blocks, or the entire module if it has no such blocks; return the same module."""
+    """Compile a module's repeated blocks, or the entire module if it has no repeated blocks; return the module."""
     if not compile_repeated(module, compile_kwargs):
         compile_one(module, compile_kwargs)
     return module

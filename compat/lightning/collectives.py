@@ -89,7 +89,7 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def is_available(cls) -> bool:
-        """Return whether these operations work here."""
+        """Return True if this process can use these collective operations."""
 
     @classmethod
     @abstractmethod
@@ -272,7 +272,7 @@ class TorchCollective(Collective):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether these operations work here."""
+        """Return True if this process can use these collective operations."""
         return dist.is_available()
 
     @classmethod
@@ -311,12 +311,12 @@ class SingleDeviceCollective(Collective):
 
     @property
     def rank(self) -> int:
-        """0."""
+        """Always 0."""
         return 0
 
     @property
     def world_size(self) -> int:
-        """1."""
+        """Always 1."""
         return 1
 
     def broadcast(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -376,7 +376,7 @@ class CheckpointConnector(View):
 
 
 def _is_logging(trainer: Trainer) -> bool:
-    """Return True if the loggers get this batch's values."""
+    """Return True if the loggers get the current batch's values."""
     if trainer.log_every_n_steps == 0:
         return False
     state = trainer.state
