@@ -417,7 +417,7 @@ def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
         name = min(names)
         messages.warn(
             f"no_split_module_classes contains {name!r}, but {type(model).__name__} has no module of that class, so "
-            f"its blocks may be split.{messages.did_you_mean(name, known)}"
+            f"the model's blocks may be split.{messages.did_you_mean(name, known)}"
         )
     return fixed | {id(module) for module in model.modules() if type(module).__name__ in names}
 

@@ -200,9 +200,9 @@ def _holds_floats(layer: Any) -> bool:
 
 def _check(found: tuple[tuple[int, ...], str], shape: tuple[int, int], kind: str) -> None:
     if found[1] not in (kind, "float32", "float16", "bfloat16", "float64"):
-        raise ValueError(f"the weight to load has the format {found[1]}, but the layer has {kind}")
+        raise ValueError(f"the weight to load has the format {found[1]}, but the layer has the format {kind}")
     if found[0] != shape:
-        raise ValueError(f"the weight to load has shape {found[0]}, but the layer has {shape}")
+        raise ValueError(f"the weight to load has the shape {found[0]}, but the layer's weight has the shape {shape}")
 
 
 def _set_4bit(layer: Any, data: Tensor, state: Any) -> None:

@@ -198,8 +198,8 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
             target.unlink()
     except OSError as error:
         messages.warn(
-            f"The checkpoint {str(target)!r} was saved, but the previous one could not be deleted ({error}). Delete "
-            "it manually."
+            f"The checkpoint {str(target)!r} was saved, but the previous checkpoint could not be deleted ({error}). "
+            "Delete the previous checkpoint manually."
         )
 
 

@@ -314,8 +314,9 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
     """Context manager with a fake process group, in which only the first process exists and nothing is sent."""
     if dist.is_initialized():
         raise RuntimeError(
-            "Estimating sharded training needs its own process group, but this process has already joined another. Run "
-            "the estimate before the process joins a group, or on the command line with paceline estimate-memory."
+            "Estimating sharded training needs its own process group, but this process has already joined another "
+            "group. Run the estimate before the process joins a group, or on the command line with paceline "
+            "estimate-memory."
         )
     dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=fake_store())
     try:

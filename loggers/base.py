@@ -107,7 +107,7 @@ class Logger(ABC):
         return True
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Continue a recognized run. Called on every rank, before the folder is first used."""
+        """Continue a run that :meth:`recognizes` accepted. Called on every rank, before the folder is first used."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the saved position and drop any later values, which the run will log again. Called on rank 0."""

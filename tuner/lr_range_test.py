@@ -242,7 +242,7 @@ def check(run: Run) -> None:
     if isinstance(optimizers[0], LBFGS):
         raise RuntimeError(
             f"lr_find does not work with LBFGS, which {owner} uses, because LBFGS evaluates the loss several times per "
-            "step and chooses its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
+            "step and chooses its own step length. Train with lr=1 and line_search_fn='strong_wolfe' instead."
         )
     if run.trainer.limit_train_batches == 0:
         raise ValueError(

@@ -77,7 +77,8 @@ def effective_now(run: Run, places: list[TunedAttribute], given: Any, wanted: An
     if isinstance(size, bool) or not isinstance(size, int):
         raise ValueError(
             f"scale_batch_size(effective_batch='keep'): {places[0].words} is {size!r}, so there is no batch size to "
-            "keep. Set it to an int, or pass effective_batch as a number of samples across all processes."
+            f"keep. Set {places[0].words} to an int, or pass effective_batch as a number of samples across all "
+            "processes."
         )
     return size * run.trainer.accumulate_grad_batches * world
 

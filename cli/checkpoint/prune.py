@@ -93,7 +93,7 @@ def _best_first(newest: list[FoundCheckpoint], arguments: Namespace) -> list[Fou
             if scored
             else "no scores. Use --keep-last."
         )
-        raise ValueError(f"--keep-best {arguments.keep_best}: this folder has {which}")
+        raise ValueError(f"--keep-best {arguments.keep_best}: the checkpoints in this folder have {which}")
     sign = 1 if arguments.mode == "min" else -1
     wanted = [one for one in newest if one.path in scored and arguments.monitor in (None, scored[one.path].monitor)]
     return sorted(wanted, key=lambda one: sign * (scored[one.path].score or 0.0))

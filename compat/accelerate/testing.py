@@ -247,7 +247,9 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
         yield
     except exception_class as error:
         if msg is not None and msg not in str(error):
-            raise AssertionError(f"Expected {msg!r} in the error message, but it is {str(error)!r}.") from error
+            raise AssertionError(
+                f"Expected {msg!r} in the error message, but the message is {str(error)!r}."
+            ) from error
         return
     raise AssertionError(f"Expected {exception_class.__name__}, but nothing was raised.")
 

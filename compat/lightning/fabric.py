@@ -253,7 +253,7 @@ class Fabric:
             ValueError: no loader was passed.
         """
         if not dataloaders:
-            raise ValueError("setup_dataloaders() got no loader to set up. Pass at least one.")
+            raise ValueError("setup_dataloaders() got no loader to set up. Pass at least one loader.")
         self._refuse_wrapped("setup_dataloaders", *dataloaders)
         if use_distributed_sampler:
             found = [self.accelerator_of_loop.prepare_data_loader(one, move_to_device) for one in dataloaders]

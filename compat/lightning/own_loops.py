@@ -32,7 +32,8 @@ class OwnEvaluationLoop:
         if found:
             raise TypeError(
                 f"{type(self).__name__} defines {messages.names(found, last='and')}, which Paceline never calls. "
-                "Override _print_results, hooks of the module or of a Callback, or write the loop with an Accelerator."
+                "Override _print_results instead, use hooks of the module or of a Callback, or write the loop with an "
+                "Accelerator."
             )
         self.trainer, self.verbose = trainer, verbose
         self._stage = stage
