@@ -41,8 +41,8 @@ def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> No
     if derived:
         other = f" was written by {_count(then)}, but this run has {_count(now)}, so the checkpoint"
         messages.info(
-            f"The checkpoint{'' if alike else other} does not contain everything that this run needs to resume. These "
-            f"states were derived instead of restored: {'; '.join(derived)}."
+            f"The checkpoint{'' if alike else other} does not contain everything that this run needs to resume. The "
+            f"following were derived instead of restored: {'; '.join(derived)}."
         )
 
 
