@@ -7,7 +7,7 @@ to fail after a torch upgrade.
 
 Entries used in every step are aliases or getters written in C, which avoid a Python call.
 
-Importing this file imports only what ``import torch`` does. Functions import anything else that they need.
+Importing this file imports only what ``import torch`` imports. Functions import anything else that they need.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def dispatch_model(
     preload_module_classes: Any = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Move the parts of a model to the devices in a map, and make the model run on them. Returns the same object.
+    """Move the parts of a model to the devices in a map, make the model run on these devices, and return the model.
 
     A part in host memory or on disk is copied to the main device when it runs and freed afterward, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
@@ -101,7 +101,7 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep a model's weights in host memory, and copy each part of the model to a device while that part runs.
 
-    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, or else the CPU.
+    Returns the model, which runs on ``execution_device``; None means the first accelerator, or else the CPU.
     The other arguments are the same as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
@@ -118,7 +118,7 @@ def disk_offload(
 ) -> nn.Module:
     """Write a model's weights to a folder, and copy each part of the model to a device while that part runs.
 
-    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, or else the CPU.
+    Returns the model, which runs on ``execution_device``; None means the first accelerator, or else the CPU.
     The other arguments are the same as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device

@@ -217,7 +217,7 @@ def _store_in(folder: str) -> str:
 def missing_for(uri: str) -> str | None:
     """Return the name of a missing package that MLflow needs to open the database at ``uri``; None if none is missing.
 
-    Installing ``mlflow`` also installs such packages, but installing ``mlflow-skinny`` does not.
+    Installing ``mlflow`` also installs these packages, but installing ``mlflow-skinny`` does not.
     """
     if not uri.startswith(DATABASE):
         return None

@@ -176,8 +176,8 @@ class TensorBoardLogger(FolderLogger):
         """Log the graph of ``model.forward`` if the logger was created with ``log_graph=True``.
 
         The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients.
-        Its training modes and the RNG states are restored afterward. If tracing fails, a warning is shown instead of an
-        error.
+        The model's training modes and the RNG states are restored afterward. If tracing fails, a warning is shown
+        instead of an error.
         """
         if not self._log_graph or not messages.is_rank_zero():
             return

@@ -30,8 +30,8 @@ class Outcome(NamedTuple):
     """How an attempt ended on one rank.
 
     Attributes:
-        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it failed because another rank ran out of memory)
-            or :data:`ERROR`.
+        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (the attempt failed because another rank ran out of
+            memory) or :data:`ERROR`.
         text: the error's text; empty for :data:`DONE`.
         peak: peak GPU memory in bytes; 0 if unknown.
     """

@@ -35,7 +35,7 @@ class LRFinder:
     Attributes:
         mode: how the learning rate grew, ``"exponential"`` or ``"linear"``.
         lr_min: the first rate.
-        lr_max: the last rate, unless the loss diverged earlier.
+        lr_max: the rate of the last step, unless the loss diverged earlier and ended the test.
         num_training: requested number of steps.
         results: the rates under ``"lr"``, and the smoothed loss at each rate, averaged across ranks, under ``"loss"``.
     """

@@ -438,7 +438,7 @@ class Fabric:
 
         Args:
             path: path of the file.
-            state: modules, optimizers and other values, by the names they were saved under. Values without
+            state: modules, optimizers and other values, keyed by the names under which they were saved. Values without
                 ``load_state_dict`` are replaced in this dict. If None, the file is only read.
             strict: whether to require that the file contains everything in ``state``, with the same keys.
             weights_only: if False, also load objects that are not plain data, which can run arbitrary code from the
