@@ -480,7 +480,7 @@ class NoSize(TinyModule):
 
 def test_a_size_that_nobody_reads_is_an_error() -> None:
     with pytest.raises(
-        RuntimeError, match=r"Blind\.batch_size.* were set to 2, but the loader yields batches of 3, so it do"
+        RuntimeError, match=r"Blind\.batch_size.* were set to 2, but the loader yields batches of 3, so the loader do"
     ):
         tuned(9, Blind())
 
