@@ -15,7 +15,8 @@ def lazy_names(namespace: dict[str, Any], files: Mapping[str, str], own: str = "
 
     Args:
         namespace: the package's ``globals()``.
-        files: dict from modules, relative to the package, to the names that they define, separated by spaces.
+        files: dict that maps each module, relative to the package, to the names that the module defines, separated by
+            spaces.
         own: names in ``__all__`` that the package itself defines.
         modules: the package's modules that can be used without importing them first.
     """

@@ -263,6 +263,10 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
 
 
 def unknown(what: str, value: Any, choices: Iterable[str], more: str = "") -> str:
-    """Return the error text for an unknown name: the value, the closest name, the valid names, and ``more``."""
+    """Return the error text for an unknown name: the value, the closest name, the valid names, and ``more``.
+
+    The value is printed directly after ``what``, so ``what`` must end with a noun for the value, such as
+    ``"Timer interval"``.
+    """
     choices = list(choices)
     return f"Unknown {what} {value!r}.{did_you_mean(value, choices)} Choose {names(choices)}{more}."

@@ -7,7 +7,7 @@ to fail after a torch upgrade.
 
 Entries used in every step are aliases or getters written in C, which avoid a Python call.
 
-Importing this file imports only what ``import torch`` does. Functions import anything else that they need.
+Importing this file imports only what ``import torch`` imports. Functions import anything else that they need.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def keep_requires_grad(sharded: Iterable[Any]) -> None:
 
 
 def gathered_parameter(one: Any) -> tuple[Tensor | None, bool]:
-    """Return the parameter that an entry of :func:`fsdp_parameters` gathers, and whether it currently has its values.
+    """Return the parameter that an entry of :func:`fsdp_parameters` gathers, and whether it is gathered at the moment.
 
     The parameter is None before it is first gathered, and always if torch removes the attribute.
     """
@@ -492,7 +492,7 @@ def compiler_is_loaded() -> bool:
 
 
 def compiler_of(model: Any) -> Callable[[Any], Any] | None:
-    """Return the function that compiles with the options of a ``torch.compile(module)``; None for any other object.
+    """Return the function that compiles with the options of a module from ``torch.compile``; None for other objects.
 
     If torch removes ``OptimizedModule`` or its ``dynamo_ctx``, this raises AttributeError. If torch moves the class to
     another module, this returns None for every object.

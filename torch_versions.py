@@ -78,7 +78,10 @@ def missing_names() -> list[str]:
 
 
 def lacks(owner: str, name: str) -> bool:
-    """Return True if a module's file does not mention a name, or an object does not have it; see :data:`USED`."""
+    """Return True if torch lacks the private name ``name`` of ``owner``, which is a key of :data:`USED`.
+
+    If ``owner`` is a module, this checks only whether the module's file mentions the name.
+    """
     file = Path(torch.__path__[0], *owner.split(".")).with_suffix(".py")
     if file.is_file():
         return re.search(rf"\b({name})\b", file.read_text(encoding="utf-8")) is None

@@ -304,7 +304,7 @@ class Trackers(list[GeneralTracker]):
         names = [*_classes, *wanted]
         for name in options:
             if name not in names:
-                raise ValueError(messages.unknown(f"{what} tracker", name, dict.fromkeys(names)))
+                raise ValueError(f"{what}: {messages.unknown('tracker', name, dict.fromkeys(names))}")
             if name not in wanted:
                 messages.ignored(what, "log_with does not include this tracker", **{name: "..."})
 

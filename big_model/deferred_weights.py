@@ -63,7 +63,7 @@ def _rebuilt(data: Tensor, requires_grad: bool, note: Note) -> nn.Parameter:
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """Context manager that defers loading parameters on the meta device until the module has been sharded."""
+    """Context manager that defers loading values into meta-device parameters until the module has been sharded."""
     token = _noting.set(True)
     try:
         yield
@@ -77,7 +77,7 @@ def is_noting() -> bool:
 
 
 def is_to_be_noted(own: Tensor) -> bool:
-    """Return True if loading this tensor's values must be deferred."""
+    """Return True if loading values into a tensor must be deferred."""
     return is_noting() and own.is_meta and isinstance(own, nn.Parameter)
 
 
@@ -144,8 +144,8 @@ class Waiting:
 
     Attributes:
         notes: notes for parameters whose values are in files, by parameter name.
-        unfilled: names of tensors that have memory but no values, because no method of their layer sets them. A
-            checkpoint may still do so.
+        unfilled: names of tensors that have memory but no values, because no method of their layer sets the values. A
+            checkpoint may still set them.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:

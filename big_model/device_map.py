@@ -33,7 +33,7 @@ def main_device_of(device_map: Mapping[str, Any]) -> Any:
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device that a map assigns to a module or tensor; None if neither it nor a parent has an entry."""
+    """Return the device that a map assigns to a module or tensor; None if no entry of the map covers it."""
     while True:
         if name in device_map:
             return device_map[name]
@@ -84,7 +84,7 @@ def torch_device(device: Any, what: str) -> torch.device:
     ``what`` is the entry's name in error messages.
 
     Raises:
-        ValueError: this process does not see such a device.
+        ValueError: ``device`` is not a device, or this process does not see that device.
     """
     try:
         if isinstance(device, int) and not isinstance(device, bool):
@@ -92,7 +92,8 @@ def torch_device(device: Any, what: str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         choices = ("cpu", "disk", "cuda:0", "mps")
-        raise ValueError(messages.unknown(f"device in {what}", device, choices, ", or the number of a GPU")) from error
+        more = ", or the number of a GPU"
+        raise ValueError(f"{what}: {messages.unknown('device', device, choices, more)}") from error
     if found.type == "cpu":
         return torch.device("cpu")
     count = kind_of(found).count() if found.type != "meta" else 0
@@ -108,8 +109,8 @@ def torch_device(device: Any, what: str) -> torch.device:
 class Refusal:
     """Replaces ``_apply`` of a dispatched module with a method that raises an error.
 
-    Methods that move or convert a module, such as ``to`` and ``half``, call the module's ``_apply``, even if a parent
-    module is moved or converted.
+    Methods that move or convert a module, such as ``to`` and ``half``, call ``_apply`` of that module and of all its
+    submodules. The error is therefore also raised if a parent module is moved or converted.
     """
 
     def __init__(self, name: str, where: str) -> None:
@@ -130,7 +131,7 @@ def spread_in(module: nn.Module) -> nn.Module | None:
 
 
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
-    """Return the shortest equivalent map: if all parts of a module are on one device, the module has one entry."""
+    """Return the shortest equivalent map, in which a module has a single entry if all its parts are on one device."""
     below: dict[str, set[Device]] = {}
     for name, device in device_map.items():
         for prefix in _prefixes(name):

@@ -46,7 +46,7 @@ def dispatch_model(
     preload_module_classes: Any = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Move the parts of a model to the devices in a map, and make the model run on them. Returns the same object.
+    """Move the parts of a model to the devices in a map, make the model run on these devices, and return the model.
 
     A part in host memory or on disk is copied to the main device when it runs and freed afterward, while the next part
     is prefetched. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
@@ -70,7 +70,8 @@ def dispatch_model(
         force_hooks: whether to attach hooks even if everything is on one device.
 
     Raises:
-        ValueError: the map does not cover the model, has unknown names, or uses the disk without a folder.
+        ValueError: the map does not cover the model or has unknown names, or it puts weights on disk but there is no
+            folder for them.
     """
     check_device_map(model, device_map)
     _remove_dispatch(model)
@@ -98,9 +99,9 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Any = None,
 ) -> nn.Module:
-    """Keep a model's weights in host memory and copy each part to a device while it runs.
+    """Keep a model's weights in host memory, and copy each part of the model to a device while that part runs.
 
-    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, or else the CPU.
+    Returns the model, which runs on ``execution_device``; None means the first accelerator, or else the CPU.
     The other arguments are the same as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
@@ -115,9 +116,9 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Any = None,
 ) -> nn.Module:
-    """Write a model's weights to a folder and copy each part to a device while it runs.
+    """Write a model's weights to a folder, and copy each part of the model to a device while that part runs.
 
-    Returns the same object. The model runs on ``execution_device``; None means the first accelerator, or else the CPU.
+    Returns the model, which runs on ``execution_device``; None means the first accelerator, or else the CPU.
     The other arguments are the same as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
@@ -185,7 +186,10 @@ def _place(
     folder: str | os.PathLike[str] | None,
     offload_buffers: bool,
 ) -> None:
-    """Move each tensor to its device, and tied tensors to their first name's device. Values in files stay there."""
+    """Move each tensor to its device, and tied tensors to the device of their first name.
+
+    Values that are in files stay in the files.
+    """
     pages, seen, index, names = Pages(), set(), {}, names_of(model)
     buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
     for name, tensor in list(named_tensors(model)):
@@ -277,7 +281,10 @@ def _attach(
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """Return the named parts that are each fetched as a unit: :func:`smallest_parts`, split further by the map."""
+    """Return the named parts that are each fetched as a unit.
+
+    These are the parts from :func:`smallest_parts`, split further where the device map splits them.
+    """
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -313,7 +320,10 @@ def _remove_dispatch(model: nn.Module) -> None:
 
 
 def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
-    """Return the device of each module that moves its inputs, beginning with the model; empty if all run on the CPU."""
+    """Return the device of each module that moves its inputs, beginning with the model.
+
+    The result is empty if all modules run on the CPU.
+    """
     run = {
         name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
     }

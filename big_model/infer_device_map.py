@@ -1,4 +1,4 @@
-"""Build a device map from the sizes of a model's parts and the devices' memory limits, and give the reasons."""
+"""Build a device map from the sizes of a model's parts and the devices' memory limits, and explain each choice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeviceMapRow(NamedTuple):
         module: name of a module or tensor; ``""`` means the entire model.
         kind: name of the part's class.
         device: the part's device.
-        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already on it.
+        bytes: bytes that the part uses on the device; 0 for a tied tensor that is already on that device.
         why: the reason for this device.
     """
 
@@ -417,7 +417,7 @@ def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
         name = min(names)
         messages.warn(
             f"no_split_module_classes contains {name!r}, but {type(model).__name__} has no module of that class, so "
-            f"its blocks may be split.{messages.did_you_mean(name, known)}"
+            f"the model's blocks may be split.{messages.did_you_mean(name, known)}"
         )
     return fixed | {id(module) for module in model.modules() if type(module).__name__ in names}
 
@@ -435,7 +435,7 @@ def _key(device: Any) -> Device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(
-            messages.unknown("device in max_memory", device, ("cpu", "disk", "mps"), ", or a number for a GPU")
+            messages.unknown("max_memory device", device, ("cpu", "disk", "mps"), ", or a number for a GPU")
         ) from error
     if found.type == "cpu":
         return "cpu"

@@ -51,7 +51,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load each weight directly to its device, and make the model run across these devices. Returns the same object.
+    """Load each weight directly to its device, make the model run across these devices, and return the model.
 
     Args:
         model: the model, usually created inside :func:`init_empty_weights`.
@@ -77,7 +77,7 @@ def load_checkpoint_and_dispatch(
     Raises:
         FileNotFoundError: there are no weights, or the index lists a file that does not exist.
         ValueError: a file is damaged, a tensor has the wrong shape, or the map or a limit is invalid.
-        RuntimeError: with ``strict``, names do not match; or a tensor has no values.
+        RuntimeError: names do not match although ``strict`` is set, or a tensor has no values.
 
     Example:
         >>> with init_empty_weights():                                             # doctest: +SKIP
@@ -117,7 +117,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _tell_reading(where: str, offload_state_dict: bool | None, full_state_dict: bool, broadcast: bool) -> None:
-    """Report once that these arguments do not change how the files are read."""
+    """Report once that the given arguments do not change how files are read."""
     messages.ignored(
         where,
         "each process reads its own weights from the files, one chunk at a time",
@@ -176,7 +176,7 @@ def load_checkpoint_in_model(
     Raises:
         FileNotFoundError: there are no weights, or the index lists a file that does not exist.
         ValueError: a file is damaged, or a tensor has the wrong shape.
-        RuntimeError: with ``strict``, names are missing or unexpected.
+        RuntimeError: names are missing or unexpected, and ``strict`` is set.
     """
     _tell_reading("load_checkpoint_in_model", offload_state_dict, full_state_dict, broadcast_from_rank0)
     if offload_8bit_bnb:
@@ -240,7 +240,7 @@ class _Filler:
 
     @torch.no_grad()
     def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
-        """Set a tensor to a value mapped from a file: shard it, defer it, copy it, or leave it on disk."""
+        """Set a tensor to a value mapped from a file. The value is sharded, deferred, copied or left on disk."""
         own = self.tensors[name]
         names = self._names[id(own)]
         self.filled.update(names)

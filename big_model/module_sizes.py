@@ -68,7 +68,7 @@ class Sizes:
         return self.sum(self.within(module))
 
     def sum(self, ids: set[int]) -> int:
-        """Return the total size of the tensors with these IDs, in bytes."""
+        """Return the total size of the tensors with the given IDs, in bytes."""
         return sum(self.bytes[one] for one in ids)
 
 
@@ -110,7 +110,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Return the size in bytes of each module (``""`` is the entire model) and each tensor of a model, by name.
+    """Return the size in bytes of each module (``""`` is the entire model) and tensor of a model, keyed by name.
 
     ``dtype`` is the dtype to assume for floating-point tensors; None means their current dtype. ``special_dtypes``
     overrides this dtype for individual tensors, by name. With ``buffers_only``, parameters are excluded.

@@ -155,7 +155,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return Stored(value, as_dtype(entry.get("dtype")) or value.dtype, in_file=True)
 
     def _map(self, file: Path, name: str) -> Tensor:
-        """Return a tensor from a file, which is mapped once for all its tensors.
+        """Return a tensor from a file. The file is mapped only once for all its tensors.
 
         If the same tensor is requested twice, the file is mapped again, so that changing one of the results does not
         change the other.

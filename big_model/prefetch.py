@@ -18,7 +18,7 @@ _CHUNK = 16 * 2**20
 
 
 class _Fetched(NamedTuple):
-    """A tensor's values while it is in use (None means the stored values), and its version when they were read."""
+    """A tensor's values while it is in use (None: the stored ones), and the tensor's version when they were read."""
 
     values: Tensor | None
     version: int | None

@@ -47,7 +47,7 @@ def _bitsandbytes() -> Any:
 
 
 def quantized_layers(module: nn.Module) -> dict[str, Any]:
-    """Return a module's bitsandbytes linear layers, by name."""
+    """Return a module's bitsandbytes linear layers, keyed by name."""
     if "bitsandbytes" not in sys.modules:
         return {}
     kinds = _bitsandbytes().Linear4bit, _bitsandbytes().Linear8bitLt
@@ -65,7 +65,7 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def plain_layers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Linear]:
-    """Return the linear layers in a module that can be quantized, by name.
+    """Return those linear layers of a module that can be quantized, keyed by name.
 
     Layers that share their weight are left out, as are instances of subclasses, which may compute something else.
     ``ignored`` contains full names, or consecutive dot-separated parts of names.
@@ -127,9 +127,9 @@ def quantized_layer(linear: nn.Linear, how: Quantization, device: torch.device |
 def prepare_quantized(module: nn.Module) -> None:
     """Allow the quantized layers in a module to load any compatible state.
 
-    The layers can then load their own states, even after a forward pass, and the weights of plain linear layers, which
-    they quantize. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first evaluation. This
-    rounding is turned off, because training and resumed runs need unchanged weights.
+    The layers can then load their own states, even after a forward pass. They can also load the weights of plain linear
+    layers, which are then quantized. On a CPU, bitsandbytes would round the scales of 4-bit weights again in the first
+    evaluation. This rounding is turned off, because training and resumed runs need unchanged weights.
     """
     for layer in quantized_layers(module).values():
         if _PREPARED in vars(layer):
@@ -200,9 +200,9 @@ def _holds_floats(layer: Any) -> bool:
 
 def _check(found: tuple[tuple[int, ...], str], shape: tuple[int, int], kind: str) -> None:
     if found[1] not in (kind, "float32", "float16", "bfloat16", "float64"):
-        raise ValueError(f"the weight to load has the format {found[1]}, but the layer has {kind}")
+        raise ValueError(f"the weight to load has the format {found[1]}, but the layer has the format {kind}")
     if found[0] != shape:
-        raise ValueError(f"the weight to load has shape {found[0]}, but the layer has {shape}")
+        raise ValueError(f"the weight to load has the shape {found[0]}, but the layer's weight has the shape {shape}")
 
 
 def _set_4bit(layer: Any, data: Tensor, state: Any) -> None:

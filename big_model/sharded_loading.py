@@ -102,7 +102,7 @@ def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) ->
 def fill_parts(
     model: nn.Module, names: list[str], own: DTensor, value: Tensor, dtype: torch.dtype | None, pages: Pages
 ) -> None:
-    """Set a sharded parameter's value under all its names. If it is on the meta device, allocate memory.
+    """Set a sharded parameter's value under all its names, after allocating memory if it is on the meta device.
 
     Raises:
         ValueError: ``dtype`` differs from the parameter's dtype, in which its shards are gathered.
@@ -175,7 +175,7 @@ def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
 
 
 def all_or_none(work: Callable[[], None], gather: Callable[[Any], list[Any]]) -> None:
-    """Call ``work``. If it fails on any process, raise an error on all of them, so that no process waits forever.
+    """Call ``work``. If it fails on any process, raise an error on all processes, so that none waits forever.
 
     ``gather`` returns the values that all processes pass to it.
     """

@@ -150,7 +150,7 @@ def _damaged(file: Path, error: Exception) -> ValueError:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return True if the CPU gets bit-identical results from a tensor and from a copy in torch's own memory."""
+    """Return True if the CPU gets bit-identical results from a tensor and from a copy that torch allocates."""
     computed = tensor.is_floating_point() or tensor.is_complex()
     return tensor.is_contiguous() and (not computed or tensor.data_ptr() % ALIGNMENT == 0)
 
@@ -242,7 +242,7 @@ def _drop(start: int, end: int) -> None:
 
 
 def advise_needed(tensor: Tensor) -> None:
-    """Load the pages of a tensor that is known to be mapped from a file. Blocks without holding the GIL."""
+    """Load the pages of a tensor that is known to be mapped from a file. The call blocks, but releases the GIL."""
     start, end = _span(tensor)
     start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
     _madvise()(start, end - start, _MADV_POPULATE_READ)
@@ -255,7 +255,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_as_in_file(start: int, end: int) -> bool:
-    """Return True if none of these pages has been written to since the file was mapped.
+    """Return True if no page between two addresses has been written to since its file was mapped.
 
     Writing to a page makes a private copy of it. This function queries the operating system, because torch does not
     notice every change: writing through ``.data`` or NumPy, or updating batch statistics, does not change a tensor's

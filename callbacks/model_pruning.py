@@ -84,9 +84,7 @@ class ModelPruning(Callback):
     ) -> None:
         for name in parameter_names or ():
             if name not in self.PARAMETER_NAMES:
-                raise ValueError(
-                    messages.unknown("name in ModelPruning(parameter_names=):", name, self.PARAMETER_NAMES)
-                )
+                raise ValueError(messages.unknown("ModelPruning(parameter_names=...) name", name, self.PARAMETER_NAMES))
         if verbose not in (0, 1, 2):
             raise ValueError(f"ModelPruning: verbose={verbose!r} must be 0 (nothing), 1 (totals) or 2 (everything).")
         self.pruning_fn = _function(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
@@ -142,7 +140,8 @@ class ModelPruning(Callback):
             if not _is_parameter(part, name):
                 own = [known for known, _ in part.named_parameters(recurse=False)]
                 raise ValueError(
-                    messages.unknown(f"parameter of {parts[part]!r} in ModelPruning(parameters_to_prune=):", name, own)
+                    f"ModelPruning(parameters_to_prune=...), submodule {parts[part]!r}: "
+                    f"{messages.unknown('parameter', name, own)}"
                 )
         return list(parameters_to_prune)
 

@@ -53,14 +53,14 @@ def temporary_name(name: str) -> str:
 
 
 def remove_temporaries(folder: Location) -> None:
-    """Delete temporary files that killed saves left in a local folder. No run may be saving to that folder."""
+    """Delete temporary files that interrupted saves left in a local folder. No run may be saving to that folder."""
     for path in folder.iterdir() if isinstance(folder, Path) else ():
         if _TEMPORARY.fullmatch(path.name):
             remove(path)
 
 
 def take_place(temporary: Path, target: Location, new: bool = False) -> None:
-    """Rename ``temporary`` to ``target``, delete any previous ``target``, and sync the parent folder.
+    """Rename ``temporary`` to ``target``, replacing any existing ``target``, and sync the parent folder.
 
     If ``target`` is a URL, the file is uploaded. With ``new``, ``target`` must not exist yet.
 
@@ -103,8 +103,8 @@ def _rename(temporary: Path, target: Path) -> None:
 def _rename_new(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, which must not exist.
 
-    On Linux, or with hard links, this is one atomic step. Otherwise, this function first checks ``target``, and another
-    process could still create it before the rename.
+    On Linux, or with hard links, this is one atomic step. Otherwise, this function first checks that ``target`` does
+    not exist, and another process could still create ``target`` before the rename.
     """
     try:
         problem = _renameat2(temporary, target, _RENAME_NOREPLACE)
@@ -158,7 +158,7 @@ def _renameat2(one: Path, other: Path, flag: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """Delete as much of a file or folder as possible; never raises."""
+    """Delete as much of a file or folder as possible, without ever raising an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -84,7 +84,7 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Makes a Trainer write checkpoints in the background: another CheckpointIO writes a copy of the tensors.
+    """Makes a Trainer write checkpoints in the background, where another CheckpointIO writes a copy of the tensors.
 
     A direct call to :meth:`save_checkpoint` returns only once the checkpoint is written.
 

@@ -55,7 +55,10 @@ def problem(path: Location) -> Problem | None:
 
 
 def file_problem(stream: IO[bytes]) -> Problem | None:
-    """Return what is wrong with an open, seekable file. ``torch.load`` does not check files and would load garbage."""
+    """Return what is wrong with an open, seekable file.
+
+    ``torch.load`` does not check files, so it would load garbage from a damaged file.
+    """
     stream.seek(0)
     head = stream.read(4)
     if not head:
@@ -108,15 +111,15 @@ def _damaged_record(archive: zipfile.ZipFile) -> str | None:
 
 
 def _is_odd(record: zipfile.ZipInfo) -> bool:
-    """Return True if torch would read different bytes than the checksum covers, or no bytes at all (a folder entry)."""
+    """Return True if torch would read bytes that the checksum does not cover, or no bytes at all (a folder entry)."""
     return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 
 def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem | None:
-    """Return what is wrong with the files in a folder; None if they are intact.
+    """Return what is wrong with the files of a checkpoint folder; None if all files are intact.
 
-    The sizes of all files are checked. Checksums are verified only for this process's share: one in every ``shares``
-    files, or none if ``share`` is negative.
+    The sizes of all files are checked. Checksums are verified only for this process's share of the files, which is one
+    in every ``shares`` files, or none if ``share`` is negative.
     """
     if not manifest.is_folder(folder):
         return Problem("it has no manifest, so it is not a checkpoint or was never completed", foreign=True)
@@ -136,7 +139,7 @@ def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem
 
 
 def sums(paths: Sequence[Location]) -> dict[str, list[int]]:
-    """Return the size in bytes and the CRC-32 of each file, by name."""
+    """Return the size in bytes and the CRC-32 of each file, keyed by the file's name."""
     return {path.name: [path.stat().st_size, _checksum(path)] for path in paths}
 
 

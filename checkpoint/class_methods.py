@@ -1,4 +1,4 @@
-"""Class methods that create an object, which must not be called on an existing object."""
+"""Class methods that create an object, and that must be called on the class, not on an existing object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 else:
 
     class making(classmethod):  # noqa: N801 - a decorator
-        """A ``classmethod`` that raises a TypeError if it is called on an instance, which it would not change."""
+        """A ``classmethod`` that raises a TypeError if it is called on an instance.
+
+        The method creates a new object, so such a call would leave the instance unchanged.
+        """
 
         def __get__(self, instance: Any, owner: Any = None) -> Any:
             bound = super().__get__(instance, owner)
@@ -21,8 +24,8 @@ else:
             @functools.wraps(self.__func__)
             def refuse(*args: Any, **kwargs: Any) -> Any:
                 raise TypeError(
-                    f"{name} was called on an instance of {kind}, but it creates a new object and does not change this "
-                    f"instance. Call it on the class: {kind}.{name}(...)."
+                    f"{name} was called on an instance of {kind}, but this method creates a new object and does not "
+                    f"change the instance. Call it on the class: {kind}.{name}(...)."
                 )
 
             return refuse

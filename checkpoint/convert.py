@@ -1,4 +1,4 @@
-"""Convert a file that contains pickled objects: turn its contents into a checkpoint of plain data."""
+"""Convert the contents of a file with pickled objects to a checkpoint of plain data."""
 
 from __future__ import annotations
 

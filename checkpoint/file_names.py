@@ -23,8 +23,8 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
     Args:
         template: text that contains ``{name}`` or ``{name:format}``; a name may contain dots and slashes.
         values: numbers and tensors with one element; missing names are filled with ``MISSING``.
-        equals: text between name and value in ``name<equals>value``; None writes only the value. A ``/`` in a name that
-            is written becomes ``_``.
+        equals: text between name and value in ``name<equals>value``; None writes only the value. If the name is
+            written, each ``/`` in it becomes ``_``.
     """
     parts: list[str] = []
     for text, name, spec, _ in Formatter().parse(template):

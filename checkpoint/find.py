@@ -51,10 +51,10 @@ class SearchFolders:
 
 
 def newest_checkpoint(word: str, fn: str, folders: SearchFolders) -> Location | None:
-    """Return the newest valid checkpoint, and report which newer checkpoints cannot be used.
+    """Return the newest valid checkpoint, and report newer checkpoints that cannot be used.
 
-    A fit skips checkpoints that contain only weights. ``word`` is the ``ckpt_path`` that was passed, ``"last"`` or
-        ``"auto"``.
+    A fit skips checkpoints that contain only weights. ``word`` is the ``ckpt_path`` that the user passed, which is
+    ``"last"`` or ``"auto"``.
     """
     where = folders.own + folders.earlier
     chosen, passed_over = newest_valid(folders.checkpoints(where), fn)
@@ -89,10 +89,10 @@ def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location |
 
 
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
-    """Return the readable checkpoints and their manifests in the order to try them, and why others are unreadable.
+    """Return readable checkpoints with their manifests, in the order to try them, and why others cannot be read.
 
-    Checkpoints are ordered by save number, so that a clock that was set back does not matter. Files from other tools
-    have no save number and come last, ordered by time.
+    Checkpoints are ordered by save number rather than by time, because a clock may have been set back. Files from other
+    tools have no save number and come last, ordered by time.
     """
     found: list[tuple[tuple[int, int, int], Location, Manifest | None]] = []
     broken: dict[Location, str] = {}
@@ -133,7 +133,7 @@ def _why_not_foreign(path: Location, fn: str) -> str | None:
 
 
 def newer_of_its_run(path: Location) -> Location | None:
-    """Return a checkpoint in the same folder that the same run wrote later; None if there is none."""
+    """Return a checkpoint in the folder of ``path`` that the run of ``path`` wrote later; None if there is none."""
     found, _ = _newest_first(manifest.checkpoints_in(path.parent))
     own = next((known for other, known in found if other.name == path.name), None)
     if own is None:
@@ -149,8 +149,8 @@ def newer_of_its_run(path: Location) -> Location | None:
 def highest_sequence(folders: SearchFolders) -> int:
     """Return the highest save number in the folders; 0 if there is none.
 
-    Of the earlier runs' version folders, only the newest folder with checkpoints is read, because its numbers are the
-    highest.
+    Of the version folders of earlier runs, this function reads only the newest one with checkpoints, because it has the
+    highest save numbers.
     """
     found = (_highest(folders.checkpoints([folder])) for folder in folders.earlier)
     return max(_highest(folders.checkpoints(folders.own)), next(filter(None, found), 0))

@@ -21,9 +21,9 @@ _WAIT_SECONDS = 15.0
 class FolderLocks:
     """Locks on the folders that a run writes to; the operating system releases them when the process exits.
 
-    A run that starts from scratch can share a folder, because it only uses new file names. A run that resumes from the
-    newest checkpoint in a folder needs an exclusive lock when it begins. On file systems without such locks (some
-    network file systems), any run can resume.
+    A run that starts from scratch can share a folder with other runs, because it only uses new file names. A run that
+    resumes from the newest checkpoint in a folder needs an exclusive lock when it begins. On file systems that do not
+    support locks (some network file systems), any run can resume.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class FolderLocks:
     def take(self, folders: Iterable[str], alone: bool = False) -> bool:
         """Lock folders until :meth:`release` is called.
 
-        Folders that do not exist yet and remote URLs are skipped. With ``alone``, check that no other run holds the
-        folders' locks. Returns True if it is certain that no other run held these locks.
+        Folders that do not exist yet and remote URLs are skipped. With ``alone``, this method also checks that no other
+        run holds the folders' locks, and returns True if that is certain; otherwise it returns False.
 
         Raises:
             BlockingIOError: if another run holds the lock on a folder and does not release it in time.
@@ -53,7 +53,7 @@ class FolderLocks:
         return certain
 
     def release(self) -> None:
-        """Release all folders."""
+        """Release the locks on all folders."""
         while self._held:
             os.close(self._held.popitem()[1])
 

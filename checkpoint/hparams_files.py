@@ -37,8 +37,8 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
     Args:
         config_yaml: path of the file.
-        use_omegaconf: whether to return an OmegaConf container if OmegaConf is installed and a value is an
-            interpolation.
+        use_omegaconf: whether to return an OmegaConf container if the file contains interpolations and OmegaConf is
+            installed.
     """
     path = Path(config_yaml)
     values = read_hparams(path) if path.is_file() else {}
@@ -62,7 +62,8 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
 
     Args:
         config_yaml: path of the file.
-        hparams: a mapping, a namespace or an OmegaConf container. Values that YAML cannot store are written as strings.
+        hparams: a mapping, a namespace or an OmegaConf container. Values that YAML cannot represent are written as
+            strings.
         use_omegaconf: whether to write an OmegaConf container's interpolations instead of their values.
 
     Raises:
@@ -73,7 +74,8 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
     path = Path(config_yaml)
     if not path.parent.is_dir():
         raise RuntimeError(
-            f"save_hparams_to_yaml({str(path)!r}): the folder {str(path.parent)!r} does not exist. Create it first."
+            f"save_hparams_to_yaml({str(path)!r}): the folder {str(path.parent)!r} does not exist. Create the folder "
+            "first."
         )
     if type(hparams).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf

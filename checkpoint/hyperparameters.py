@@ -28,9 +28,9 @@ def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[
     """Context manager that makes ``cls.save_hyperparameters`` store ``arguments``, not the arguments of ``__init__``.
 
     Args:
-        cls: the class; instances of other classes, such as those of its submodules, store their own arguments.
-        arguments: plain data that describes the arguments of ``__init__``, which may be objects that a checkpoint
-            cannot store.
+        cls: the class. Instances of other classes, such as submodules, still store their own arguments.
+        arguments: plain data that describes the arguments of ``__init__``; the arguments themselves may be objects that
+            a checkpoint cannot store.
     """
     token = _parsed.set((cls, arguments))
     try:
@@ -102,13 +102,14 @@ class HyperparametersMixin:
     ) -> None:
         """Store the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
 
-        Without ``args``, all arguments are stored, including the arguments of every subclass or base class whose
-        ``__init__`` is running (a subclass's value wins). If a subclass and its base class both call this method, the
-        arguments of both calls are stored. Each argument is stored with its value at the time of the call.
+        Without ``args``, all arguments are stored, including those of every subclass or base class whose ``__init__``
+        is running (if both have an argument of the same name, the subclass's value is stored). If a subclass and its
+        base class both call this method, the arguments of both calls are stored. Each argument is stored with its value
+        at the time of the call.
 
         Args:
-            *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping, an
-                ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
+            *args: names of arguments to store, or objects whose entries are stored instead: mappings,
+                ``argparse.Namespace`` objects, dataclass instances or OmegaConf configs.
             ignore: names to leave out, even if a base class has stored them. Leave out arguments that are modules,
                 because their weights are already in the ``state_dict``.
             frame: frame from which to search for ``__init__``; the caller's frame by default.
@@ -163,7 +164,7 @@ class HyperparametersMixin:
             elif arg in arguments:
                 chosen[arg] = parsed.get(arg, arguments[arg])
             else:
-                raise ValueError(messages.unknown(f"argument of {owner}.__init__", arg, arguments or ["none"]))
+                raise ValueError(messages.unknown(f"{owner}.__init__ argument", arg, arguments or ["none"]))
         config = None if by_name or len(args) > 1 else args[0]
         names = [name for name, value in arguments.items() if config is not None and value is config]
         self._hparams_name = names[0] if names else "kwargs"
@@ -171,7 +172,7 @@ class HyperparametersMixin:
 
 
 def _init_frames(owner: Any, frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of the running ``__init__`` calls of ``owner`` and its base classes, innermost first."""
+    """Return the frames in which ``__init__`` of ``owner`` or of a base class is running, innermost first."""
     frames = []
     while frame is not None:
         code = frame.f_code
@@ -226,7 +227,7 @@ def is_config(value: Any) -> bool:
 
 
 def plain_config(config: Any, resolve: bool = True) -> Any:
-    """Convert an OmegaConf config to (nested) dicts and lists; return any other value unchanged.
+    """Convert an OmegaConf config to nested dicts and lists; return any other value unchanged.
 
     With ``resolve``, interpolations are replaced with their values.
     """
@@ -284,4 +285,6 @@ def _check_ignored(owner: str, ignored: set[str], arguments: Iterable[str]) -> N
     for name in sorted(ignored.difference(known)):
         hint = messages.did_you_mean(name, known)
         if hint:
-            messages.warn_once(f"{owner}.save_hyperparameters(ignore=...): the argument {name!r} does not exist.{hint}")
+            messages.warn_once(
+                f"{owner}.save_hyperparameters(ignore=...): there is no argument {name!r} to ignore.{hint}"
+            )

@@ -1,4 +1,4 @@
-"""Create an object from the hyperparameters that a command line stored, which are class names with arguments."""
+"""Create an object from hyperparameters that a command line stored as class names with arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
     """Return True if Paceline's or Lightning's command line stored the hyperparameters.
 
     Raises:
-        ValueError: if the hyperparameters specify another function to create the object. That function is not called.
+        ValueError: if the hyperparameters specify a different function to create the object. That function is not
+            called.
     """
     maker = hyperparameters.get("_instantiator")
     if maker not in (None, MARK, *_LIGHTNINGS):
@@ -40,7 +41,7 @@ def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
 def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
     """Create an instance of a class, or of the subclass that the hyperparameters specify.
 
-    Every class among the arguments must be allowed by the signature and must already be imported.
+    Every class that the arguments mention must be allowed by the signature of ``cls`` and must already be imported.
 
     Args:
         cls: the class.
@@ -111,7 +112,7 @@ def _not_imported(name: str) -> ValueError:
 
 
 class _Guard:
-    """Rejects this thread's imports of modules that a value mentions; jsonargparse's own imports still work."""
+    """Rejects this thread's imports of modules that hyperparameters mention; jsonargparse's own imports still work."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []

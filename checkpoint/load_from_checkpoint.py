@@ -39,7 +39,7 @@ def load_from_checkpoint(
     Raises:
         ValueError: if the file is not a checkpoint, or loading it would run code.
         RuntimeError: if the weights do not match the module.
-        TypeError: if ``__init__`` needs an argument that is in neither the file nor ``kwargs``, or ``kwargs`` has an
+        TypeError: if ``__init__`` needs an argument that is in neither the file nor ``kwargs``, or if ``kwargs`` has an
             argument that ``__init__`` does not accept.
     """
     trusted = objects.is_trusted(weights_only)
@@ -68,7 +68,7 @@ def load_from_checkpoint(
 
 
 def _rename_hyperparameters(cls: Any, checkpoint: dict[str, Any]) -> None:
-    """Move hyperparameters that a Lightning version before 1.0 saved to their current key."""
+    """Move hyperparameters from the keys that Lightning used before version 1.0 to the current key."""
     former = [checkpoint[key] for key in _FORMER_KEYS if isinstance(checkpoint.get(key), Mapping)]
     if former and cls.CHECKPOINT_HYPER_PARAMS_KEY not in checkpoint:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = {name: one[name] for one in former for name in one}
@@ -145,7 +145,7 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> d
     unknown = [key for key in given if key not in known]
     if unknown and not takes_any:
         raise TypeError(
-            f"load_from_checkpoint: {messages.unknown(f'argument of {cls.__name__}.__init__', unknown[0], known)}"
+            f"load_from_checkpoint: {messages.unknown(f'{cls.__name__}.__init__ argument', unknown[0], known)}"
         )
     arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in named}
     apart = objects.names(objects.types_within(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def gather(run: Run) -> dict[str, Any]:
-    """Return the loggers' states by their names in a checkpoint (see :func:`named`); empty on ranks other than 0."""
+    """Return the loggers' states, keyed by logger name (see :func:`named`); empty on ranks other than 0."""
     pairs = named(run.trainer.loggers if run.strategy.is_global_zero else [])
     return {name: state for name, logger in pairs if (state := logger.state_dict())}
 
@@ -31,8 +31,8 @@ def gather(run: Run) -> dict[str, Any]:
 def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
     """If possible, let the loggers continue the logs of the run that wrote a checkpoint.
 
-    Every rank must call this before the loggers create folders; rank 0 decides for all ranks. Resuming from a
-    checkpoint that is not its run's newest starts a new run with new folders, unless the user chose the folder.
+    Every rank must call this before the loggers create folders; rank 0 decides for all ranks. If the checkpoint is not
+    the newest of its run, the loggers start a new run with new folders instead, unless the user chose the folder.
     """
 
     def look() -> dict[str, Any]:
@@ -64,7 +64,7 @@ def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
 
 
 def restore(run: Run, section: Mapping[str, Any]) -> None:
-    """Restore the positions of the loggers whose logs belong to the run."""
+    """Restore the positions of the loggers that continue the logs of the checkpoint's run."""
     if run.strategy.is_global_zero:
         found = _recognized(run, section)
         for name, logger in named(run.trainer.loggers):
@@ -73,7 +73,10 @@ def restore(run: Run, section: Mapping[str, Any]) -> None:
 
 
 def named(loggers: Iterable[Logger]) -> Iterator[tuple[str, Logger]]:
-    """Yield each logger with its name in a checkpoint, which is its class and its index among loggers of that class."""
+    """Yield each logger with its name in a checkpoint.
+
+    The name consists of the logger's class and its index among the loggers of that class.
+    """
     seen: Counter[str] = Counter()
     for logger in loggers:
         kind = type(logger).__qualname__

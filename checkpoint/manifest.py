@@ -48,9 +48,9 @@ class Manifest:
         score: value of that metric; None if there is no such metric or its value is not finite.
         world_size: number of processes in the run.
         versions: versions of paceline, torch and python.
-        runs: IDs of the run that wrote the checkpoint, one for each checkpoint callback.
-        line: ID of the callback that manages the checkpoint, which a resumed run keeps; empty if no callback manages
-            it.
+        runs: IDs of the run that wrote the checkpoint; each checkpoint callback gives the run an ID.
+        line: ID of the callback that manages the checkpoint; a resumed run keeps this ID. Empty if no callback manages
+            the checkpoint.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file in a folder (except the manifest), or of each record in a file.
     """

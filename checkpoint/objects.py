@@ -26,7 +26,7 @@ _STATE = ("epoch", "global_step", "state_dict", "loops", "paceline", "optimizer_
 
 
 def set_apart(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with its objects pickled in a separate section, keyed by their original paths.
+    """Return the checkpoint with its objects pickled into a separate section, keyed by their original paths.
 
     Args:
         checkpoint: the checkpoint, with hyperparameters and everything that ``on_save_checkpoint`` added.
@@ -68,7 +68,7 @@ def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
 
 
 def _type_of(value: Any) -> str:
-    """Return the name of a value's class; for a dict, list or tuple, the names of up to five classes in it."""
+    """Return the name of a value's class, or up to five names of the classes in a dict, list or tuple."""
     inside: dict[str, None] = {}
     waiting, seen = [value], set[int]()
     while waiting and len(inside) < 5:
@@ -109,8 +109,8 @@ def names(found: Mapping[str, str]) -> list[str]:
 def is_trusted(weights_only: bool | None) -> bool:
     """Return True if the caller's ``weights_only`` or torch's environment variables allow arbitrary code to run.
 
-    As in ``torch.load``, ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` forbids it, and ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` allows
-    it if ``weights_only`` is None.
+    As in ``torch.load``, ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` forbids running code, and
+    ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` allows it if ``weights_only`` is None.
     """
     if _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
         return False

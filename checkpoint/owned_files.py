@@ -19,9 +19,9 @@ class RunFiles:
     Attributes:
         folder: absolute path or URL of the folder; ``""`` until it is known.
         mark: a string unique to the run, stored in each of its checkpoints.
-        line: a string shared by a chain of runs, each resumed from the newest checkpoint of the previous one. It is
-            stored in the manifests of the files managed here, but not in the manifests of other files in the same
-            folder.
+        line: a string shared by a chain of runs, each of which resumed from the newest checkpoint of the previous run.
+            The string is stored in the manifests of the files that this object manages, but not in those of other files
+            in the same folder.
     """
 
     folder: str
@@ -29,12 +29,12 @@ class RunFiles:
     line: str = ""
 
     def sign(self, checkpoint: dict[str, Any]) -> None:
-        """Add the mark to a checkpoint that is about to be written."""
+        """Add this run's mark to a checkpoint that is about to be written."""
         if self.mark:
             checkpoint.setdefault("paceline", {}).setdefault("runs", []).append(self.mark)
 
     def is_ours(self, path: str) -> bool:
-        """Return True if this run wrote the file at a path, before or after it was resumed."""
+        """Return True if this run wrote the file at a path, whether before or after the run was resumed."""
         found = manifest.read_or_none(path)
         return found is not None and self.mark in found.runs
 
@@ -69,7 +69,7 @@ class RunFiles:
         return [other for other, it in found if it and it.line == self.line and it.sequence > start.sequence]
 
     def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
-        """Return the first path that does not exist or whose file belongs to this run and will be replaced anyway."""
+        """Return the first path at which no file exists, or at which this run's own file will be replaced anyway."""
         return next(path for path in paths if not location(path).exists() or (path in replaces and self.is_ours(path)))
 
     def delete(self, path: str, remove: Callable[[str], Any] | None = None) -> None:
@@ -77,8 +77,8 @@ class RunFiles:
 
         Args:
             path: path of the file.
-            remove: function that deletes files in a CheckpointIO's own format. Such files do not record their run, so
-                only the folder is checked.
+            remove: function that deletes files in a CheckpointIO's own format. Such files do not record the run that
+                wrote them, so only the folder is checked.
         """
         if not storage.is_inside(path, self.folder) or not (remove or self.is_ours(path)):
             return

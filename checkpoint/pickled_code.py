@@ -66,7 +66,7 @@ def _is_plain(name: str) -> bool:
 
 
 class _Kind(type):
-    """Metaclass of the stand-ins, which only record how the file uses the name that they replace."""
+    """Metaclass of stand-in classes. Each stand-in only records how the file uses the name that it replaces."""
 
     name: str
     found: dict[str, str]

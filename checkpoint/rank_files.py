@@ -16,9 +16,9 @@ from ..torch_private import unsaved_buffers
 
 
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
-    """Return the saved entry that this rank resumes from; None if there is none.
+    """Return the saved entry from which this rank resumes; None if there is none.
 
-    This is the rank's own entry, or the entry of the rank with the same share of the data. ``alike`` says whether the
+    This is the rank's own entry, or the entry of the rank with the same share of the data. ``alike`` is True if the
     saved run and this run have the same number of ranks and the same number of data shares.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
@@ -33,7 +33,7 @@ def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
 
 
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
-    """If any states were derived instead of restored, print one message that lists them.
+    """If any states were derived instead of restored, print one message that lists these states.
 
     ``alike`` is the same as for :func:`entry_of`; ``then`` and ``now`` are the numbers of ranks
     in the saved run and in this run.
@@ -54,11 +54,11 @@ def _count(ranks: int) -> str:
 
 
 def merged_gradients(ranks: Sequence[Mapping[str, Any]], factor: float, in_parts: bool) -> dict[str, Any]:
-    """Return gradients for each rank of a run with another number of ranks: the sum of the saved ones times ``factor``.
+    """Return gradients for each rank of a run with a different number of ranks: the saved ones' sum times ``factor``.
 
     Args:
-        ranks: what :meth:`Strategy.window_gradients` returned on each rank. Shards are left out.
-        factor: for example ``1 / len(ranks)``, for the mean.
+        ranks: what :meth:`Strategy.window_gradients` returned on each rank of the saved run. Shards are left out.
+        factor: number by which the sum is multiplied, such as ``1 / len(ranks)`` for the mean.
         in_parts: whether the strategy of this run shards parameters.
     """
     found: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def whole_gradient(value: Any) -> Tensor | None:
 
 
 def buffers_apart(buffers: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
-    """Return copies on the CPU of this rank's ``buffers`` that differ from rank 0's, such as batch norm statistics.
+    """Return CPU copies of those of this rank's ``buffers`` that differ from rank 0's, such as batch norm statistics.
 
     Every rank must call this.
     """

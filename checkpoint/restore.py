@@ -1,4 +1,4 @@
-"""Load weights and report states that do not match. Trainer and Accelerator both use this to restore checkpoints."""
+"""Load weights and report mismatched states. Trainer and Accelerator both use this module to restore checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
     given = (restore,) if isinstance(restore, str) else tuple(restore)
     for name in given:
         if name not in PARTS:
-            raise ValueError(messages.unknown("restore for Trainer.fit", name, PARTS))
+            raise ValueError(messages.unknown("Trainer.fit(restore=...) part", name, PARTS))
     return tuple(name for name in PARTS if name in given)
 
 
@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def call(owner: Any, hook: str, *args: Any) -> None:
-    """Call a hook if the object has it and it is not None."""
+    """Call a hook of an object if the object has that hook and the hook is not None."""
     method = getattr(owner, hook, None)
     if method is not None:
         method(*args)
@@ -103,7 +103,7 @@ def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
 
 
 def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
-    """Return the advice to load only matching weights; empty if shapes differ, because loading would still fail."""
+    """Return advice to load only matching weights; empty if shapes differ, because loading would fail anyway."""
     own = module.state_dict()
     shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
     return (

@@ -52,7 +52,7 @@ class Bare(NamedTuple):
 def bare(state: Mapping[str, Any], tied: Iterable[str] = ()) -> Bare:
     """Split a ``state_dict`` into tensors, duplicates and other entries.
 
-    ``tied`` contains regular expressions that match the names to drop if a tensor has several names.
+    If a tensor has several names, those that match a regular expression in ``tied`` are dropped.
     """
     patterns = [re.compile(pattern) for pattern in tied]
     found = Bare({}, {}, {})

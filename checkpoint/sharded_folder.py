@@ -2,8 +2,9 @@
 
 The folder contains three kinds of files: ``contents.ckpt``, which is a normal checkpoint file except that its sharded
 tensors are on the meta device, without memory; the shards of these tensors, which torch.distributed.checkpoint writes
-under the tensors' names in the checkpoint (``state_dict.head.weight``); and ``manifest.json``, with the checksums of
-all files. Any number of processes can read the folder, and all of them get the same complete checkpoint.
+under the names that the tensors have in the checkpoint (such as ``state_dict.head.weight``); and ``manifest.json``,
+with the checksums of all files. Any number of processes can read the folder, and all of them get the same complete
+checkpoint.
 
 At a remote URL, where folders cannot be renamed, the folder contains only the manifest, and each save puts the other
 files in a new subfolder. Replacing the manifest switches from the old checkpoint to the new one.
@@ -155,7 +156,7 @@ def _upload_folder(temporary: Path, target: Remote) -> Remote:
 
 
 def _deliver(written: list[Path], temporary: Path, target: Location) -> dict[str, list[int]]:
-    """Upload files if the target is remote. Return their sizes and checksums by their names in the manifest."""
+    """Upload files if the target is remote. Return each file's size and checksum, keyed by its name in the manifest."""
     found = sums(written)
     if isinstance(target, Path):
         return found
@@ -186,7 +187,7 @@ def _finish(
 
 
 def _upload_manifest(temporary: Path, target: Remote) -> None:
-    """Upload the manifest, which completes the checkpoint, and delete the previous one."""
+    """Upload the manifest, which completes the checkpoint, and delete the previous checkpoint."""
     before: dict[str, list[int]] = {}
     with suppress(ValueError):  # there is no previous checkpoint, or it is damaged
         before = manifest.read_folder(target).files
@@ -197,8 +198,8 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
             target.unlink()
     except OSError as error:
         messages.warn(
-            f"The checkpoint {str(target)!r} was saved, but the previous one could not be deleted ({error}). Delete "
-            "it manually."
+            f"The checkpoint {str(target)!r} was saved, but the previous checkpoint could not be deleted ({error}). "
+            "Delete the previous checkpoint manually."
         )
 
 

@@ -70,7 +70,7 @@ class _File(io.FileIO):
     """
 
     def write(self, data: Any) -> int:
-        """Write all of the data. A single system call may write only part of it."""
+        """Write all of the data, with several system calls if a single one writes only part of it."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         while len(rest):
@@ -79,7 +79,10 @@ class _File(io.FileIO):
 
 
 class _Stream:
-    """The stream for ``torch.save``. It stores an error instead of raising it, so that no later error masks it."""
+    """The stream for ``torch.save``.
+
+    It stores the first error instead of raising it, so that no later error masks the first.
+    """
 
     raw: io.FileIO
 
@@ -231,7 +234,7 @@ def _check_contents(checkpoint: Any, name: str) -> None:
     if version > FORMAT:
         raise ValueError(
             f"The checkpoint {name!r} has format {version} (written by paceline {section['versions']['paceline']}), "
-            f"but this version of paceline only reads formats up to {FORMAT}. Upgrade paceline, or load only the "
+            f"but this version of paceline reads only formats up to {FORMAT}. Upgrade paceline, or load only the "
             "weights with torch.load(path)['state_dict']."
         )
     if "state_dict" in checkpoint:

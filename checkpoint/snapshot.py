@@ -18,7 +18,7 @@ _LEAVES = (int, str, float, bool, bytes, type(None))
 
 
 class Buffers:
-    """Host memory that every snapshot reuses. Buffers are reallocated only if the sizes change."""
+    """Host memory that every snapshot reuses. It is reallocated only if the sizes of the tensors change."""
 
     def __init__(self) -> None:
         self._kept: dict[_Kind, list[Tensor]] = {}
@@ -29,7 +29,8 @@ class Buffers:
         """Copy plain data and tensors to the host. The copy is valid until the next call.
 
         Tensors that share memory also share it in the copy, and a file stores that memory only once. Copies from a GPU
-        run concurrently, and the host waits for them once, at the end. ``state`` must be the result of ``plain``.
+        run concurrently, and the host waits once for all of them, at the end. ``state`` must be the result of
+        ``plain``.
         """
         storages: dict[int, Any] = {}
         for tensor in _tensors(state):
@@ -59,7 +60,7 @@ class Buffers:
 
 
 def size_bytes(state: Any) -> int:
-    """Return the number of bytes that the tensors in a state use on this process."""
+    """Return the number of bytes that the tensors in a state use in this process."""
     storages = (local_part(tensor).untyped_storage() for tensor in _tensors(state) if _is_simple(tensor))
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 

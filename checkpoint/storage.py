@@ -48,8 +48,8 @@ def _os_errors(method: T) -> T:
             raise
         except Exception as error:
             raise OSError(
-                f"{str(self)!r} cannot be reached ({type(error).__name__}: {error}). Check the URL, the network "
-                "and the credentials, which come from the environment and fsspec's settings."
+                f"{str(self)!r} cannot be reached ({type(error).__name__}: {error}). Check the URL, the network and "
+                "the credentials. The credentials come from the environment and fsspec's settings."
             ) from error
 
     return call  # type: ignore[return-value]
@@ -145,7 +145,7 @@ class Remote:
 
     @_os_errors
     def stat(self) -> _Stat:
-        """Return the size in bytes and the modification time, which is 0 if the file system does not record it."""
+        """Return the size in bytes and the modification time (0 if the file system does not record one)."""
         fs, path = self._reach()
         size = fs.info(path).get("size") or 0
         try:
@@ -207,7 +207,10 @@ Location: TypeAlias = Path | Remote
 
 
 class NewPath(str):
-    """A path that must not exist yet. A file that another process creates there in the meantime is not replaced."""
+    """A path that must not exist yet.
+
+    If another process creates a file there in the meantime, that file is not replaced.
+    """
 
     __slots__ = ()
 
@@ -235,7 +238,7 @@ def absolute(path: str | os.PathLike[str] | Remote) -> str:
     """Return the absolute path or the URL as a string.
 
     Raises:
-        ModuleNotFoundError: if the package for the protocol is not installed.
+        ModuleNotFoundError: if the package that implements the protocol is not installed.
         ValueError: if the protocol is unknown.
     """
     where = location(path)

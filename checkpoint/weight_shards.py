@@ -52,7 +52,7 @@ def write_shards(state: Mapping[str, Any], folder: Location, limit: int, layout:
         folder: the folder, which is created if it does not exist.
         limit: maximum number of bytes per file; a larger tensor gets its own, larger file.
         layout: ``SAFETENSORS`` or ``TORCH``.
-        tied: regular expressions that match the names to drop if a tensor has several names.
+        tied: regular expressions. If a tensor has several names, those that match one of these are dropped.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"save_model needs a folder, but {str(folder)!r} is a file.")
@@ -90,7 +90,7 @@ def _say_left_out(others: dict[str, str]) -> None:
 
 
 def _groups(state: Mapping[str, Any]) -> list[tuple[list[str], int]]:
-    """Return groups of names whose tensors share memory and so must share a file, with each group's size in bytes."""
+    """Return groups of names whose tensors share memory and so must be in one file, with each group's size in bytes."""
     groups: dict[Any, list[str]] = {}
     for name, value in state.items():
         groups.setdefault(safetensors_export.memory_of(value) if isinstance(value, Tensor) else name, []).append(name)

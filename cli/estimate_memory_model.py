@@ -65,7 +65,7 @@ class Wish:
     """Options for finding the model.
 
     Attributes:
-        library: one of ``LIBRARIES``; if None, it is detected.
+        library: one of ``LIBRARIES``; if None, the library is detected.
         trust_remote_code: whether code in the model's folder may run.
         batch_size: samples in a batch; None means the factory's batch size, or 1 without a factory.
         sequence_length: tokens in a sequence; None means :data:`SEQUENCE_LENGTH`.
@@ -207,7 +207,7 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
     except (ConnectionError, TimeoutError) as error:
         raise RuntimeError(
             f"Reading {str(config)!r} needs a network connection, which failed: {error}. Connect to the network, or "
-            "download the files that it refers to."
+            "download the files that the configuration refers to."
         ) from error
     notes: list[str] = []
     batch = _batch_for(module, settings, wish, notes)

@@ -96,7 +96,7 @@ class Machine:
     Attributes:
         device: type of the device whose kernels the estimates use.
         memory: memory of one device, in bytes.
-        shared: whether all processes share that memory, because the device is the CPU.
+        shared: whether all processes share ``memory``, as they do on a CPU.
         origin: description of where ``memory`` comes from.
     """
 
@@ -158,7 +158,8 @@ def examine(source: Source, arguments: Namespace) -> MemoryReport:
 class Trainings:
     """Estimates training memory with the command's settings.
 
-    If a training step cannot be run, this estimate and all later estimates leave out activations, and a note says why.
+    If a training step cannot be run, the current estimate and all later ones leave out activations, and a note says
+    why.
     """
 
     def __init__(self, source: Source, arguments: Namespace, machine: Machine, notes: list[str]) -> None:
@@ -209,7 +210,7 @@ def _loading(source: Source, dtype: str, rows: list[MemoryEstimate]) -> Loading:
 
 @dataclass
 class MemoryVerdict:
-    """Describes which ways to train fit or, if none does, which alternatives would fit."""
+    """Describes which ways of training fit in memory or, if none fits, which alternatives would."""
 
     report: MemoryReport
     trainings: Trainings
@@ -284,7 +285,7 @@ class MemoryVerdict:
                 yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
 
     def _processes(self, found: MemoryEstimate) -> int | None:
-        """Return a number of processes (found by doubling) with which sharded training fits; None if none suffices."""
+        """Return a number of processes with which sharded training fits, found by doubling; None if there is none."""
         divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
         processes = found.num_processes
         while processes < _MOST_PROCESSES:

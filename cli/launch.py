@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, replace: bool = True) -> int:
     """Start the processes, wait for them, and return the script's exit status.
 
-    ``replace`` specifies whether the script may replace this process if it runs as a single process.
+    ``replace`` specifies whether the script may replace this process if the script runs as a single process.
     """
     refuse(arguments)
     _leave_outer_launch()
@@ -112,7 +112,7 @@ def _leave_outer_launch() -> None:
 
 
 def _replace(command: list[str]) -> int:
-    """Replace this process with the script, so that the script receives signals and sets the exit status."""
+    """Replace this process with the script, so that the script itself receives signals and sets the exit status."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name != "nt":  # on Windows, exec returns to the shell immediately
@@ -255,7 +255,7 @@ def _visible_variable(kind: str) -> str | None:
 
 
 def _selected(kind: str) -> str:
-    """Return, in parentheses, the variable that selects a kind's visible devices, and its value; empty if not set."""
+    """Return text such as ``" (CUDA_VISIBLE_DEVICES=0)"`` for a kind of device; empty if the variable is not set."""
     variable = _visible_variable(kind)
     value = None if variable is None else os.environ.get(variable)
     return "" if value is None else f" ({variable}={value})"

@@ -84,7 +84,7 @@ def _existing(target: str) -> str:
 
 
 def point_out_config(script: Script) -> None:
-    """Warn if a script does not seem to read the ``--config`` that follows it, which may be meant for the launcher."""
+    """Print a note if a script does not seem to read its ``--config`` argument, which may be meant for the launcher."""
     for at, word in enumerate(script.arguments):
         flag, _, value = word.partition("=")
         value = value or "".join(script.arguments[at + 1 : at + 2])

@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, replace: bool = True) -> int:
     """Run the self-check; return 0, or 1 if a check failed.
 
-    ``replace`` specifies whether the self-check may replace this process if it runs as a single process.
+    ``replace`` specifies whether the self-check may replace this process if the check runs as a single process.
     """
     refuse(arguments)
     settings = resolve(flags=given(arguments), config_file=arguments.config_file, door="paceline test")

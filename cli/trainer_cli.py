@@ -286,7 +286,7 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: ArgumentParser) -> None:
-        """Link each optimizer and scheduler that was added with ``link_to`` to the argument specified there."""
+        """Link each optimizer and scheduler that was added with ``link_to`` to the argument that ``link_to`` names."""
         for key, (chosen, link_to) in {**parser.optimizers, **parser.lr_schedulers}.items():
             if link_to != "AUTOMATIC":
                 make = None if isinstance(chosen, tuple) else partial(with_class_path, chosen)

@@ -21,8 +21,8 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_path")
 def install(*names: str) -> None:
     """Make ``import lightning`` or ``import accelerate`` import Paceline, in this process and its child processes.
 
-    Call this before the package is imported, and before importing libraries that check whether it is installed. The
-    real package, if installed, is neither changed nor imported. Repeated calls have no effect.
+    Call this before the package is imported, and before importing libraries that check whether the package is
+    installed. The real package, if installed, is neither changed nor imported. Repeated calls have no effect.
 
     Args:
         names: ``"lightning"``, ``"accelerate"`` or both.
@@ -44,7 +44,10 @@ def install_from_environment() -> None:
 
 
 def found_on_path(root: str) -> ModuleType:
-    """Replace the package that a module in a folder of ``on_path`` stands for, and import the replacement."""
+    """Replace the package that has the top-level module ``root``, and import the replacement.
+
+    The modules in the folders of ``on_path`` call this function.
+    """
     install(next(name for name in PACKAGES if root in _package(name).roots))
     return importlib.import_module(root)
 

@@ -38,7 +38,7 @@ class Target:
 
 
 def surface(package: str) -> dict[str, str]:
-    """Return the public names of ``lightning`` or ``accelerate`` by module, separated by spaces."""
+    """Return a dict of the public names of ``lightning`` or ``accelerate``: one space-separated string per module."""
     lines = Path(__file__).with_name(package).joinpath("surface.txt").read_text().splitlines()
     return {module: names.strip() for module, _, names in (line.partition(":") for line in lines)}
 
@@ -63,8 +63,8 @@ class Package:
         aliases: maps names of other packages to the corresponding modules, such as ``pytorch_lightning`` to
             ``lightning.pytorch``.
         distributions: distribution names that ``importlib.metadata`` reports as installed.
-        fallback: function that returns the value for a name that is in none of these tables, or UNKNOWN if there is
-            none.
+        fallback: function that returns the value for a name that is in none of these tables, or UNKNOWN if the name has
+            no value.
         on_import: function to call when the first module of the package is imported.
         homepage: the home page that the package's metadata contains.
         check_early: names of libraries that check only once, at import time, whether the package is installed.

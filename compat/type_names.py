@@ -1,8 +1,8 @@
 """Makes the annotations of Paceline's methods readable at run time, for ``typing.get_type_hints``.
 
 Paceline's modules import many types only for type checkers, in ``if TYPE_CHECKING:``. Programs that run on a
-replacement may read annotations, which fails if the name of a type is unknown. Therefore, these names are added to the
-modules of the classes and functions that a program imports.
+replacement may read annotations, which fails if the name of a type is unknown. Therefore, the names of such types are
+added to the modules of the classes and functions that a program imports.
 """
 
 from __future__ import annotations

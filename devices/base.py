@@ -16,7 +16,7 @@ class DeviceKind:
 
     Attributes:
         name: the ``type`` of its ``torch.device`` objects.
-        title: the name of such a device in messages.
+        title: the name of a device of this kind in messages.
     """
 
     name: str
@@ -47,7 +47,7 @@ class DeviceKind:
         return None
 
     def is_initialized(self) -> bool:
-        """Return True if this process has used such a device; a device has no generator state before its first use."""
+        """Return True if this process has used a device of this kind. An unused device has no generator state."""
         return False
 
     def initialize(self) -> None:
@@ -68,7 +68,7 @@ class DeviceKind:
         """Set environment variables for ``num_processes`` processes on this machine. Called before they start."""
 
     def collective_backend(self) -> str:
-        """Return the ``torch.distributed`` backend that communicates between such devices."""
+        """Return the ``torch.distributed`` backend that communicates between devices of this kind."""
         return "gloo"
 
     def numa_node(self, device: torch.device) -> int | None:
@@ -128,7 +128,7 @@ class DeviceKind:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def counts_memory(self) -> bool:
-        """Return True if torch counts the memory in use on such a device."""
+        """Return True if torch counts the memory in use on devices of this kind."""
         return False
 
     def total_memory(self, device: torch.device | int) -> int | None:
@@ -172,7 +172,7 @@ class DeviceKind:
         return None
 
     def set_random_states(self, states: Any) -> bool:
-        """Restore what :meth:`random_states` returned; return False if this process sees fewer or more devices."""
+        """Restore the result of :meth:`random_states`; return False if the number of devices has changed since then."""
         return False
 
     def seed(self, value: int) -> None:

@@ -15,8 +15,8 @@ from .base import DeviceKind
 class Generic(DeviceKind):
     """A kind of device that is known only by the name that torch gives it.
 
-    Functions that torch requires of every such package come from its module (``torch.npu``, ``torch.hpu``), and all
-    others from ``torch.accelerator``.
+    Functions that torch requires of every package that adds a device come from the module that the package registers
+    (``torch.npu``, ``torch.hpu``); all others come from ``torch.accelerator``.
     """
 
     is_numbered: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class Generic(DeviceKind):
         return torch.get_device_module(self.name)
 
     def _function(self, name: str) -> Any:
-        """Return the function with this name from the kind's own module, or else from ``torch.accelerator``."""
+        """Return the function called ``name`` from the kind's own module, or else from ``torch.accelerator``."""
         return getattr(self.module, name, None) or getattr(torch.accelerator, name)
 
     # ---- which devices -----------------------------------------------------------------------------------------------

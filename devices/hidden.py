@@ -1,6 +1,7 @@
-"""Hide every device except the CPU from Paceline: ``paceline launch --cpu`` does so for the processes it starts.
+"""Hide every device except the CPU from Paceline, as ``paceline launch --cpu`` does for the processes that it starts.
 
-A kind's own variable is not enough, because some kinds have none and an empty ``ZE_AFFINITY_MASK`` hides nothing.
+A variable such as ``CUDA_VISIBLE_DEVICES`` is not enough, because some kinds of devices have no such variable, and an
+empty ``ZE_AFFINITY_MASK`` hides nothing.
 """
 
 from __future__ import annotations

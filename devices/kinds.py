@@ -20,7 +20,7 @@ _KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (CUDA_KIND, MPS(), 
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:
-    """Return the kind of a device, or of the device type with that name."""
+    """Return the kind of a device, given the device or the name of its type."""
     name = device if isinstance(device, str) else device.type
     return _KINDS.get(name) or _KINDS.setdefault(name, Generic(name))
 
@@ -32,7 +32,7 @@ def reported() -> str | None:
 
 
 def accelerators() -> list[DeviceKind]:
-    """Return all kinds except the CPU, best first, including those without a device; none if devices are hidden."""
+    """Return all kinds except the CPU, best first, even kinds that this machine lacks; empty if devices are hidden."""
     if are_hidden():
         return []
     kinds = [kind for kind in _KINDS.values() if kind.name != "cpu"]

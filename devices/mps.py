@@ -13,7 +13,7 @@ from .base import DeviceKind
 class MPS(DeviceKind):
     """Apple's GPU. A Mac has only one.
 
-    Torch has events for it but no streams, so copies do not overlap with computation.
+    Torch has events for this GPU, but no streams, so copies do not overlap with computation.
     """
 
     name = "mps"

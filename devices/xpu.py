@@ -8,7 +8,7 @@ from .generic import Generic
 
 
 class XPU(Generic):
-    """Intel GPUs, which torch itself drives and whose processes communicate through oneCCL."""
+    """Intel GPUs, which torch itself drives. Processes that use them communicate through oneCCL."""
 
     visible_variable = "ZE_AFFINITY_MASK"
 

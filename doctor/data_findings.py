@@ -20,7 +20,7 @@ def _waits_for_data(case: Case) -> Facts | None:
 
 
 def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
-    """Return the seconds to load a batch in a worker (or in this process), and of a step without waiting for data."""
+    """Return the seconds to load a batch (in a worker or this process), and the seconds of a step minus data waits."""
     wait = facts.parts.get("data", 0.0) / max(facts.steps, 1)
     rest = facts.step - wait
     workers = facts.loader.get("num_workers", 0)
@@ -38,7 +38,7 @@ def _cores(count: int) -> str:
 
 
 def cores_each(facts: Facts) -> int:
-    """Return the number of cores per process on a node."""
+    """Return how many cores each process on a node can use."""
     return max(1, facts.cores // facts.local_world_size)
 
 

@@ -196,7 +196,7 @@ class PlannedLoop(OwnLoop):
             self.examiner.teardown("fit")
 
     def _finish_if_it_went_well(self) -> None:
-        """Write the report when the program ends, unless the program failed. The report requires every process."""
+        """Write the report when the program ends, unless the program failed. Every process must take part in this."""
         if getattr(sys, "last_value", None) is None:
             self.training_ends()
 

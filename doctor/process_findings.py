@@ -20,7 +20,10 @@ def _own(facts: Facts) -> float:
 
 
 def _on_the_way(case: Case) -> float:
-    """Return the seconds per step that gradients are in transit: the wait of the slowest rank."""
+    """Return how many seconds per step the gradients are in transit.
+
+    This is the shortest wait of all ranks, because the slowest rank waits only for the gradients, not for other ranks.
+    """
     return min(facts.step * facts.share("communication") for facts in case)
 
 

@@ -25,7 +25,7 @@ def _mean(case: Case, *parts: str) -> float:
 
 
 def _of_loop(case: Case, part: str) -> float:
-    """Return the fraction of host time that a part took, because device times leave out gaps between steps."""
+    """Return the fraction of host time that a part took. Device times would leave out gaps between steps."""
     facts = case[0]
     return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 

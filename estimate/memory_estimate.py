@@ -204,7 +204,7 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
     by_name = isinstance(asked, str)
     if isinstance(asked, str):
         if asked not in _NAMES:
-            raise ValueError(messages.unknown("strategy for an estimate", asked, _NAMES))
+            raise ValueError(messages.unknown("strategy", asked, _NAMES, " for an estimate"))
         found: Any = named(asked)
     else:
         found = copy.copy(asked)

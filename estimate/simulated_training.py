@@ -105,7 +105,7 @@ class Rehearsal:
         micro_batches: number of micro-batches per update.
 
     Attributes:
-        output: the latest output of the step in a window, which stays in memory while the next forward runs.
+        output: the latest output of the step in a window. It stays in memory while the next forward pass runs.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Rehearsal:
 
 
 def clip_value_of(module: TrainingModule) -> float | None:
-    """Return a clipping value if a module overrides ``configure_gradient_clipping``, which may need it; else None."""
+    """Return a clipping value if a module overrides ``configure_gradient_clipping`` (which may need one), else None."""
     return None if overridden(module, "configure_gradient_clipping", TrainingModule) is None else 1.0
 
 
@@ -314,8 +314,9 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
     """Context manager with a fake process group, in which only the first process exists and nothing is sent."""
     if dist.is_initialized():
         raise RuntimeError(
-            "Estimating sharded training needs its own process group, but this process has already joined another. Run "
-            "the estimate before the process joins a group, or on the command line with paceline estimate-memory."
+            "Estimating sharded training needs its own process group, but this process has already joined another "
+            "group. Run the estimate before the process joins a group, or on the command line with paceline "
+            "estimate-memory."
         )
     dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=fake_store())
     try:

@@ -12,7 +12,7 @@ from .service import ServiceLogger
 
 
 class AimLogger(ServiceLogger):
-    """Log a run to Aim: a local repository, or a server with ``repo="aim://..."``.
+    """Log a run to Aim: to a local repository or, with ``repo="aim://..."``, to a server.
 
     The run is closed at the end of each fit, validation, test or prediction; values logged later are still added to it.
     A resumed fit continues the run that wrote the checkpoint, and Aim replaces the values of steps that it already has.
@@ -23,7 +23,8 @@ class AimLogger(ServiceLogger):
         run_name: display name of the run.
         run_hash: the id of a run to continue.
         prefix: prefix of each metric's name, followed by a dash.
-        log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run.
+        log_model: when to upload checkpoints as artifacts: ``"all"`` (as soon as they are written), True (at the end of
+            the run) or False (never).
         **kwargs: other arguments of ``aim.Run``, such as ``system_tracking_interval``, ``log_system_params`` or
             ``capture_terminal_logs``.
     """

@@ -70,7 +70,8 @@ class Logger(ABC):
         """
         if options:
             raise TypeError(
-                f"{type(self).__name__}.log_record accepts no options, but got {', '.join(options)}. Remove them."
+                f"{type(self).__name__}.log_record accepts no options, but got {', '.join(options)}. Remove these "
+                "options."
             )
         self.log_metrics(metrics=values, step=step)
 
@@ -84,7 +85,7 @@ class Logger(ABC):
         """Log the model's graph, if the logger can show graphs."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called with the ``ModelCheckpoint`` callback each time it has written a file."""
+        """Called with the ``ModelCheckpoint`` callback each time the callback has written a file."""
 
     def save(self) -> None:
         """Flush all logged values. Called before a checkpoint is written."""
@@ -106,7 +107,7 @@ class Logger(ABC):
         return True
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Continue a recognized run. Called on every rank, before the folder is first used."""
+        """Continue a run that :meth:`recognizes` accepted. Called on every rank, before the folder is first used."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the saved position and drop any later values, which the run will log again. Called on rank 0."""

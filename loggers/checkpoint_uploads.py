@@ -1,4 +1,4 @@
-"""Uploads checkpoints to services that store files."""
+"""A base class for loggers that upload checkpoints to a service."""
 
 from __future__ import annotations
 

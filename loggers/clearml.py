@@ -29,7 +29,8 @@ class ClearMLLogger(ServiceLogger):
         task_name: the task's name; None means the project's name.
         save_dir: the folder for checkpoints.
         prefix: prefix of each metric's name, followed by a dash.
-        log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run.
+        log_model: when to upload checkpoints as artifacts: ``"all"`` (as soon as they are written), True (at the end of
+            the run) or False (never).
         **kwargs: other arguments of ``clearml.Task.init``, such as ``tags``, ``output_uri`` or
             ``auto_connect_frameworks``.
     """

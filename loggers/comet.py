@@ -20,9 +20,9 @@ class CometLogger(ServiceLogger):
     After a successful fit, the experiment stays open until the end of the program, so that ``test`` can add to it.
     After a failed or interrupted fit, the experiment ends immediately.
 
-    A resumed fit continues the experiment of the run that wrote the checkpoint, with the same key. Offline, it writes
-    another archive for that experiment, without the values that the folder's earlier archives already have. Comet
-    writes an archive when the experiment ends, so an offline run that is killed leaves no archive.
+    A resumed fit continues the experiment of the run that wrote the checkpoint, with the same key. Offline, the resumed
+    fit writes another archive for that experiment, without the values that the folder's earlier archives already
+    contain. Comet writes an archive when the experiment ends, so an offline run that is killed leaves no archive.
 
     Args:
         api_key: the key of your account; None means Comet's own configuration.
@@ -32,7 +32,8 @@ class CometLogger(ServiceLogger):
         mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not exist).
         online: if False, nothing is sent to Comet.
         prefix: prefix of each metric's name, followed by a dash.
-        log_model: upload checkpoints as models: ``"all"`` when they are written, True at the end of the run.
+        log_model: when to upload checkpoints as models: ``"all"`` (as soon as they are written), True (at the end of
+            the run) or False (never).
         **kwargs: other arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags``, ``offline_directory`` or
             ``log_code``.
     """
@@ -95,7 +96,7 @@ class CometLogger(ServiceLogger):
         self._experiment.end()
 
     def _recorded(self) -> dict[str, int]:
-        """Count each metric's values in earlier archives. The archive of a killed run is empty."""
+        """Count each metric's values in earlier archives. An archive without messages counts as empty."""
         counts: Counter[str] = Counter()
         for path in Path(self._offline_dir or ".").glob(f"{self._id}*.zip"):
             with zipfile.ZipFile(path) as archive:

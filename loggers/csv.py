@@ -27,7 +27,7 @@ class CSVLogger(FolderLogger):
 
     Args:
         save_dir: the folder for all experiments.
-        name: the experiment's name, which is a folder in ``save_dir``; None means no such folder.
+        name: the experiment's name, used as a folder in ``save_dir``; with None, versions are directly in ``save_dir``.
         version: the run's version. None selects a new number; an existing version is continued.
         prefix: prefix for each metric's name, followed by a dash.
         flush_logs_every_n_steps: maximum number of steps between two writes to the file.
@@ -223,8 +223,8 @@ class ExperimentWriter:
         lost = rows - len(kept) - bool(last)
         if lost > 0:
             messages.warn(
-                f"The resumed run had written {rows} rows to {self.metrics_file_path}, which now has {len(found)}. "
-                f"Number of lost rows: {lost}. When you move checkpoints, move this file with them."
+                f"The resumed run had written {rows} rows to {self.metrics_file_path}. Number of rows that are no "
+                f"longer in the file: {lost}. When you move checkpoints, move this file with them."
             )
         columns = list(dict.fromkeys([*self.columns, *last]))
         if last:
@@ -252,11 +252,17 @@ class ExperimentWriter:
 
     @property
     def _start(self) -> int:
-        """Offset at which to write the pending rows: the file's end, or the last row's start if it has new values."""
+        """Offset at which to write the pending rows.
+
+        This is the end of the file or, if the last row has new values, the start of that row.
+        """
         return self._end if self._last_start is None else self._last_start
 
     def _widen(self, new: Iterable[str]) -> None:
-        """Replace the file with a file that has more columns, leaving out a last row that is about to be rewritten."""
+        """Replace the file with one that has more columns.
+
+        If the last row is about to be rewritten, the new file does not contain it.
+        """
         rows = self._read() if self._last_start is None else self._read()[:-1]
         self._replace(list(dict.fromkeys([*(self.columns or self.first_columns), *new])), rows)
         self._last_start = None

@@ -21,8 +21,8 @@ class DVCLiveLogger(ServiceLogger):
     Args:
         run_name: name of the DVC experiment; None lets DVC choose one.
         prefix: prefix of each metric's name, followed by a dash.
-        log_model: track checkpoints with DVC as the artifacts ``best`` and ``latest``: ``"all"`` when they are written,
-            True at the end of the run. Requires a DVC repository.
+        log_model: when to track checkpoints with DVC, as the artifacts ``best`` and ``latest``: ``"all"`` (as soon as
+            they are written), True (at the end of the run) or False (never). Tracking requires a DVC repository.
         experiment: an existing ``dvclive.Live`` to use, which is left open.
         dir: the folder to write to.
         resume: whether to continue the run in the folder; False starts a new run there.

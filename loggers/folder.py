@@ -35,7 +35,8 @@ class FolderLogger(Logger):
 
     Args:
         save_dir: the folder for all experiments, on a local or mounted file system.
-        name: the experiment's name, which is a folder in ``save_dir``; None or ``""`` means no such folder.
+        name: the experiment's name, used as a folder in ``save_dir``; with None or ``""``, versions are directly in
+            ``save_dir``.
         version: a number for ``version_N``, a string to use as the folder's name, or None for a new number.
         prefix: prefix for each metric's name, followed by a dash.
     """
@@ -49,8 +50,8 @@ class FolderLogger(Logger):
         who = type(self).__name__
         if "://" in os.fspath(save_dir):
             raise ValueError(
-                f"{who}: save_dir={os.fspath(save_dir)!r} is a URL, but this logger writes local files. "
-                "Pass a local or mounted folder, and copy it after the run."
+                f"{who}: save_dir={os.fspath(save_dir)!r} is a URL, but this logger writes local files. Pass a local "
+                "or mounted folder, and copy that folder after the run."
             )
         if not _is_version(version):
             raise ValueError(
@@ -123,7 +124,7 @@ class FolderLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def save(self) -> None:
-        """Write ``hparams.yaml`` if it is missing in the run's folder. Subclasses also flush their logged values."""
+        """Write ``hparams.yaml`` if it is missing from the run's folder. Subclasses also flush their logged values."""
         if self._hparams_written or self._version is None or not messages.is_rank_zero():
             return
         if os.path.isdir(self.log_dir) and not os.path.exists(os.path.join(self.log_dir, HPARAMS_FILE)):
@@ -139,7 +140,7 @@ class FolderLogger(Logger):
         return {"version": self.version, "run": self._run, "step": self._step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Return True if this logger may use the version in ``state`` and its folder still belongs to the run."""
+        """Return True if this logger may use the version in ``state``, and that version's folder belongs to the run."""
         version = state.get("version")
         if version is None or self._version not in (None, version):
             return False

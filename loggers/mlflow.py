@@ -28,7 +28,7 @@ _BATCH = 100
 
 
 class MLFlowLogger(ServiceLogger):
-    """Log a run to MLflow: a tracking server, a database such as ``sqlite:///mlflow.db``, or a folder.
+    """Log a run to MLflow: to a tracking server, to a database such as ``sqlite:///mlflow.db``, or to a folder.
 
     The run is finished at the end of each fit, validation, test or prediction; values logged later are still added to
     it. A resumed fit continues the run that wrote the checkpoint.
@@ -41,8 +41,8 @@ class MLFlowLogger(ServiceLogger):
             database ``mlflow.db``.
         tags: tags of the run.
         save_dir: the folder for local runs; None means ``./mlruns``.
-        log_model: upload checkpoints as artifacts ``model/checkpoints/<name>``: ``"all"`` when they are written, True
-            at the end of the run, False never.
+        log_model: when to upload checkpoints as artifacts ``model/checkpoints/<name>``: ``"all"`` (as soon as they are
+            written), True (at the end of the run) or False (never).
         prefix: prefix of each metric's name, followed by a dash.
         artifact_location: where a new experiment stores its artifacts; None lets MLflow choose.
         run_id: the id of a run to continue; None means ``MLFLOW_RUN_ID``, or a new run.
@@ -205,16 +205,19 @@ class MLFlowLogger(ServiceLogger):
 
 
 def _store_in(folder: str) -> str:
-    """Return the URI of the runs in a folder: the folder itself if MLflow has written runs to it, else a database."""
+    """Return the URI of the store for a folder's runs.
+
+    This is the folder itself if MLflow has already written runs to it, or else a database file in the folder.
+    """
     if next(Path(folder).glob("*/meta.yaml"), None) is not None:
         return f"{_FILE}{folder}"
     return f"{DATABASE}{os.path.join(folder, 'mlflow.db')}"
 
 
 def missing_for(uri: str) -> str | None:
-    """Return the package that MLflow lacks to open the database at ``uri``; None if it lacks no package.
+    """Return the name of a missing package that MLflow needs to open the database at ``uri``; None if none is missing.
 
-    Installing ``mlflow`` also installs that package, but installing ``mlflow-skinny`` does not.
+    Installing ``mlflow`` also installs these packages, but installing ``mlflow-skinny`` does not.
     """
     if not uri.startswith(DATABASE):
         return None

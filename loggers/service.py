@@ -30,7 +30,8 @@ class ServiceLogger(CheckpointUploads):
         run_id: the id of a run to continue; None starts a new run.
         save_dir: the folder for local files and checkpoints, or None.
         prefix: prefix of each metric's name, followed by a dash.
-        log_model: when to upload checkpoints: ``"all"`` when they are written, True at the end of the run.
+        log_model: when to upload checkpoints: ``"all"`` (as soon as they are written), True (at the end of the run) or
+            False (never).
     """
 
     #: The package to install and import.
@@ -63,7 +64,7 @@ class ServiceLogger(CheckpointUploads):
 
     @property
     def name(self) -> str | None:
-        """The project."""
+        """The project's name."""
         return self._project
 
     @property
@@ -238,7 +239,7 @@ class ServiceLogger(CheckpointUploads):
         return True
 
     def _recorded(self) -> Mapping[str, int]:
-        """Return the number of values that the run ``self._id`` has, by name; empty if that is unknown."""
+        """Return how many values of each metric the run ``self._id`` already has; empty if this is unknown."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class SwanLabLogger(ServiceLogger):
         save_dir: the folder for local files and checkpoints; None means ``swanlog``.
         id: the run's id; pass an earlier run's id to continue that run. None means a random id.
         prefix: prefix of each metric's name, followed by a dash.
-        log_model: save checkpoints with the run: ``"all"`` when they are written, True at the end of the run.
+        log_model: when to save checkpoints with the run: ``"all"`` (as soon as they are written), True (at the end of
+            the run) or False (never).
         **kwargs: other arguments of ``swanlab.init``, such as ``mode``, ``workspace``, ``name``, ``description`` or
             ``tags``.
     """

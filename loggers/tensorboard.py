@@ -37,7 +37,7 @@ class TensorBoardLogger(FolderLogger):
 
     Args:
         save_dir: the folder for all experiments.
-        name: the experiment's name, which is a folder in ``save_dir``; None means no such folder.
+        name: the experiment's name, used as a folder in ``save_dir``; with None, versions are directly in ``save_dir``.
         version: the run's version. None selects a new number; an existing version is continued in a new event file.
         log_graph: log the model's graph, traced with the module's ``example_input_array``.
         default_hp_metric: log ``hp_metric`` as -1 if a new run has hyperparameters but no metrics. To give the metric
@@ -66,7 +66,7 @@ class TensorBoardLogger(FolderLogger):
             raise ModuleNotFoundError(messages.missing("TensorBoardLogger", "tensorboard"), name="tensorboard")
         for option in kwargs:
             if option not in WRITER_OPTIONS:
-                raise TypeError(messages.unknown("argument of TensorBoardLogger", option, WRITER_OPTIONS))
+                raise TypeError(messages.unknown("TensorBoardLogger argument", option, WRITER_OPTIONS))
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._sub_dir = "" if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))
@@ -176,8 +176,8 @@ class TensorBoardLogger(FolderLogger):
         """Log the graph of ``model.forward`` if the logger was created with ``log_graph=True``.
 
         The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients.
-        Its training modes and the RNG states are restored afterward. If tracing fails, a warning is shown instead of an
-        error.
+        The model's training modes and the RNG states are restored afterward. If tracing fails, a warning is shown
+        instead of an error.
         """
         if not self._log_graph or not messages.is_rank_zero():
             return

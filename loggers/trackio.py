@@ -19,7 +19,7 @@ _PATIENCE_SECONDS = 30.0
 
 
 class TrackioLogger(ServiceLogger):
-    """Log a run to Trackio: to its database in ``TRACKIO_DIR``, or to a Space with ``space_id``.
+    """Log a run to Trackio: to its database in ``TRACKIO_DIR`` or, if ``space_id`` is passed, to a Space.
 
     The run is finished at the end of each fit, validation, test or prediction; values logged later are still added to
     it. A resumed fit continues the run that wrote the checkpoint. In a Space, values that the run had logged after the
@@ -30,7 +30,8 @@ class TrackioLogger(ServiceLogger):
         name: the run's name; pass an earlier run's name to continue that run. None means a random name.
         save_dir: the folder for checkpoints; Trackio's own files are in ``TRACKIO_DIR``.
         prefix: prefix of each metric's name, followed by a dash.
-        log_model: store checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run.
+        log_model: when to store checkpoints as artifacts: ``"all"`` (as soon as they are written), True (at the end of
+            the run) or False (never).
         **kwargs: other arguments of ``trackio.init``, such as ``space_id``, ``group``, ``config`` or ``embed``.
     """
 

@@ -51,7 +51,7 @@ def record(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def present(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop None values, including in nested mappings, and drop any mapping that this leaves empty."""
+    """Drop None values, also from nested mappings, and drop mappings that become empty as a result."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

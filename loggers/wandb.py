@@ -55,8 +55,8 @@ class WandbLogger(CheckpointUploads):
         dir: the same as ``save_dir``.
         id: the same as ``version``.
         project: the project's name; None means ``WANDB_PROJECT`` or, if that is not set, ``"paceline_logs"``.
-        log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run, False
-            never. Offline, they are kept for ``wandb sync``.
+        log_model: when to upload checkpoints as artifacts: ``"all"`` (as soon as they are written), True (at the end of
+            the run) or False (never). Offline, checkpoints are kept for ``wandb sync``.
         experiment: an existing run from ``wandb.init`` to use.
         prefix: prefix of each metric's name, followed by a dash.
         checkpoint_name: name of the model artifact; None means ``model-<id>``.
@@ -107,7 +107,7 @@ class WandbLogger(CheckpointUploads):
 
     @property
     def name(self) -> str:
-        """The project."""
+        """The project's name."""
         return self._project if self._experiment is None else self._experiment.project or self._project
 
     @property

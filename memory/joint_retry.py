@@ -30,8 +30,8 @@ class Outcome(NamedTuple):
     """How an attempt ended on one rank.
 
     Attributes:
-        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it failed because another rank ran out of memory)
-            or :data:`ERROR`.
+        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (the attempt failed because another rank ran out of
+            memory) or :data:`ERROR`.
         text: the error's text; empty for :data:`DONE`.
         peak: peak GPU memory in bytes; 0 if unknown.
     """
@@ -44,8 +44,8 @@ class Outcome(NamedTuple):
 class Together:
     """Compares the outcomes of attempts across the processes of the default group, through the group's store.
 
-    It uses no collective, because a process group is unusable once its ranks have been interrupted at different points.
-    In that case, all ranks leave the group and create a new one with the same options.
+    This class uses no collective, because a process group is unusable once its ranks have been interrupted at different
+    points. In that case, all ranks leave the group and create a new one with the same options.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Together:
         )
 
     def same(self, value: Callable[[], int]) -> int:
-        """Return rank 0's value on every rank. Every rank calls ``value``, because it may count its calls."""
+        """Return rank 0's value on every rank. Every rank calls ``value``, because ``value`` may count its calls."""
         own = value()
         if self.rank == 0:
             self._store.set(self._key("next"), json.dumps(own))
@@ -130,6 +130,6 @@ class Together:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of sharded tensor layouts, because they keep meshes and their process groups alive."""
+    """Clear torch's caches of sharded tensor layouts, because the caches keep meshes and their process groups alive."""
     forget_layouts()
     gc.collect()

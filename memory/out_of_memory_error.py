@@ -71,7 +71,7 @@ class MemorySizes(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Upper bound on the bytes for activations kept for backward and for temporary tensors."""
+        """Upper bound on the bytes used by temporary tensors and by activations kept for the backward pass."""
         return max(0, self.highest - self.weights - self.gradients - self.optimizer)
 
 
@@ -117,7 +117,7 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
 
 
 def needs_words(error: BaseException) -> bool:
-    """Return True if this is an out-of-memory error that does not yet say what to do."""
+    """Return True if an error is an out-of-memory error whose text does not yet say what to do."""
     return is_out_of_memory(error) and not hasattr(error, _EXPLAINED)
 
 

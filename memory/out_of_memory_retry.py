@@ -109,7 +109,7 @@ def find_executable_batch_size(
     if not parameters:
         raise TypeError(
             f"find_executable_batch_size: {function.__qualname__}() takes no arguments, but it is called with the "
-            f"batch size. Define it as {function.__name__}(batch_size)."
+            f"batch size. Define the function as {function.__name__}(batch_size)."
         )
     accumulate = next((name for name in _ACCUMULATE if name in parameters), None)
 
@@ -159,8 +159,8 @@ class _Search:
             if size < 1:
                 raise RuntimeError(
                     f"{self.function.__qualname__}() runs out of memory with every batch size from {self.start} down "
-                    f"to {before} ({'; '.join(self.tried)}). Reduce the memory per sample: precision='bf16-mixed', "
-                    "activation checkpointing, strategy='fsdp', or a smaller model."
+                    f"to {before} ({'; '.join(self.tried)}). Reduce the memory per sample, for example with "
+                    "precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
                 ) from self.error
 
     def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:
@@ -187,7 +187,7 @@ class _Search:
         return result, Outcome(DONE, "", device.peak_memory())
 
     def is_memory_error(self, error: Exception) -> bool:
-        """Return True if this is an out-of-memory error, or was caused by one on another rank."""
+        """Return True if an error is an out-of-memory error, or was caused by one on another rank."""
         if is_out_of_memory(error):
             return True
         return isinstance(error, RuntimeError) and self.together.meet() and self.together.others_ran_out()

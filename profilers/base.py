@@ -84,13 +84,13 @@ class Profiler:
             self.stop(action_name)
 
     def around(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Return ``function`` with each call timed, or ``function`` itself if this profiler is not ``active``."""
+        """Return a timed version of ``function``, or ``function`` itself if this profiler is not ``active``."""
         if not self.active:
             return function
         return partial(_timed, self.start, self.stop, action_name, function)
 
     def iterate(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:
-        """Return an iterator over ``iterator`` with each ``next`` timed."""
+        """Return an iterator over ``iterator`` that times each call of ``next``."""
         return self._timed_batches(action_name, iterator) if self.active else iter(iterator)
 
     def _timed_batches(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:

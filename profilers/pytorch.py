@@ -106,7 +106,7 @@ class PyTorchProfiler(Profiler):
     run, recording begins with the first action and ends with :meth:`describe`.
 
     Args:
-        dirpath: see :class:`Profiler`; traces go there too.
+        dirpath: see :class:`Profiler`. Traces are written to this folder too.
         filename: see :class:`Profiler`.
         group_by_input_shapes: one table row per input shape of an operator (with ``record_shapes=True``).
         emit_nvtx: mark operators and actions as NVTX ranges for Nsight Systems instead of recording anything. Start the
@@ -154,7 +154,7 @@ class PyTorchProfiler(Profiler):
         known = [name for name in inspect.signature(profile.__init__).parameters if name != "self"]
         for name in profiler_kwargs:
             if name not in known:
-                raise TypeError(messages.unknown("argument of PyTorchProfiler", name, known))
+                raise TypeError(messages.unknown("PyTorchProfiler argument", name, known))
         in_table = [
             name for name in inspect.signature(EventList.table).parameters if name not in ("self", *_OWN_IN_TABLE)
         ]

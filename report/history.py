@@ -94,7 +94,7 @@ class History:
 
     @property
     def name(self) -> str:
-        """The log's name and version or else the record's folder, followed by the record's name if not the default."""
+        """The log's name and version (or else the record's folder), and the record's name if it is not the default."""
         name = self.facts.get("experiment") or self.path.resolve().parent.name
         return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 
@@ -229,7 +229,7 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a record, given the record, its page, or a folder (the newest record in it is used).
+    """Return the path of a record, given the record, its page, or a folder, whose newest record is then used.
 
     Raises:
         FileNotFoundError: if there is no record.

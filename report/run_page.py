@@ -63,7 +63,7 @@ def _ending(history: History) -> Html:
 
 
 def overview(history: History) -> dict[str, Any]:
-    """Return a summary of the run: texts, keyed by name."""
+    """Return a summary of the run as a dict of texts by name."""
     facts = history.facts
     strategy, first = facts.get("strategy", {}), history.starts[0] if history.starts else None
     found: dict[str, Any] = {

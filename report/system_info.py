@@ -34,7 +34,7 @@ def _version(package: str) -> str | None:
 def machine(with_gpus: bool = True) -> dict[str, Any]:
     """Return the operating system, processors and GPUs.
 
-    ``with_gpus`` queries the accelerators, which costs time and memory in a process that otherwise uses none.
+    ``with_gpus`` queries the accelerators, which costs time and memory in a process that does not use them otherwise.
     """
     import torch
 

@@ -178,8 +178,8 @@ def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key not in _IDLE:
         known = [*_KEYS, "distributed_type"] if not section else [k for k in _KEYS if k.startswith(f"{section}.")]
         raise ValueError(
-            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Remove it, or see `paceline "
-            "config --help` for the valid keys."
+            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Remove the key, or see "
+            "`paceline config --help` for the valid keys."
         )
     if value not in (None, "", [], {}, *_IDLE[key]):
         file.unused.append(key)

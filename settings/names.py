@@ -20,15 +20,15 @@ class Setting:
         name: the setting's name in code, as a flag and in a file.
         parse: function that returns the parsed value, or raises a ValueError whose text completes a sentence about the
             value.
-        default: its value if it is not set; None if there is no default, or if the default is determined where it is
-            used.
+        default: the value if the setting is not set; None if there is no default, or if the code that uses the setting
+            determines the default.
         help: a one-line description.
-        group: its topic.
+        group: the topic under which the setting is listed.
         accepts: text that describes the accepted values.
-        bare: whether its flag takes no value.
-        variables: Accelerate's environment variables for it, read after ``PACELINE_<NAME>``.
-        keys: its keys in Accelerate's config files, in addition to its own name.
-        objects: whether code may pass an object of another type, which is passed on unchanged.
+        bare: whether the setting's flag takes no value.
+        variables: Accelerate's environment variables for the setting, read after ``PACELINE_<NAME>``.
+        keys: the setting's keys in Accelerate's config files, in addition to ``name``.
+        objects: whether code may pass an object of another type, which is then used unchanged.
     """
 
     name: str

@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of the settings table. If ``place`` is ``"settings"``, ``where`` names the setting."""
+    """A row of the settings table. If ``place`` is ``"settings"``, ``where`` is the name of the setting."""
 
     name: str
     value: Any
@@ -234,7 +234,8 @@ def fill(one: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -
 def hand_over(settings: Settings) -> dict[str, str]:
     """Return the environment variables that pass a launcher's settings to its processes.
 
-    The variables contain the configuration file's path and every flag's value, and list which of them come from flags.
+    The variables contain the configuration file's path, the value of every flag, and the names of the settings that
+    come from flags.
     """
     flags = [row for row in settings.table() if row.place == "flag"]
     return {

@@ -185,13 +185,13 @@ def check_compile(value: Any) -> Any:
     scope = scope_of(value)
     if scope is not None and scope not in SCOPES:
         dicts = ", or True, or a dict of arguments for torch.compile such as {'scope': 'step', 'mode': 'max-autotune'}"
-        raise ValueError(messages.unknown("value for Trainer(compile=):", scope, SCOPES, dicts))
+        raise ValueError(messages.unknown("Trainer(compile=...) value", scope, SCOPES, dicts))
     if not isinstance(value, Mapping):
         return value
     known = [p for p in inspect.signature(torch.compile).parameters if p != "model"]
     for name in value:
         if name not in (*known, "scope"):
-            raise ValueError(messages.unknown("argument of torch.compile in Trainer(compile=):", name, known))
+            raise ValueError(f"Trainer(compile={{...}}): {messages.unknown('torch.compile argument', name, known)}")
     _check_whole(value, scope)
     return value
 
@@ -235,7 +235,9 @@ def check_switch(name: str, value: T, none: bool = False) -> T:
 def check_deterministic(deterministic: T, benchmark: bool | None) -> T:
     """Check that ``deterministic`` is a bool, "warn" or None, and is not combined with ``benchmark=True``."""
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
-        raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
+        raise ValueError(
+            messages.unknown("Trainer(deterministic=...) value", deterministic, ("warn",), ", or True or False")
+        )
     if deterministic and benchmark:
         raise ValueError(
             f"Trainer: deterministic={deterministic!r} and benchmark=True contradict each other: benchmarking picks "

@@ -438,7 +438,7 @@ def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
     if found not in REDUCTIONS:
         shown = getattr(reduce_fx, "__name__", reduce_fx)
         raise ValueError(
-            messages.unknown(f"reduce_fx for self.log({name!r}):", shown, REDUCTIONS, ", or log a torchmetrics Metric")
+            f"self.log({name!r}): {messages.unknown('reduce_fx', shown, REDUCTIONS, ', or log a torchmetrics Metric')}"
         )
     return str(found)
 

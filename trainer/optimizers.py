@@ -255,7 +255,9 @@ def _from_dicts(dicts: Sequence[Mapping[str, Any]], owner: str) -> tuple[list[Op
     for one in dicts:
         for key in one:
             if key not in known:
-                raise ValueError(messages.unknown(f"key in the dict that {owner} returned:", key, known))
+                raise ValueError(
+                    f"{owner} returned a dict with the keys {list(one)}. {messages.unknown('key', key, known)}"
+                )
         if "optimizer" not in one:
             raise ValueError(
                 f"{owner} returned a dict with the keys {sorted(one)} but without 'optimizer'. Return {FORMS}."
@@ -287,7 +289,10 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     names = [f.name for f in fields(SchedulerConfig)]
     for key in settings:
         if key not in names:
-            raise ValueError(messages.unknown(f"key in a scheduler dict of {owner}:", key, names))
+            raise ValueError(
+                f"{owner} returned a scheduler dict with the keys {list(settings)}. "
+                f"{messages.unknown('key', key, names)}"
+            )
     scheduler = settings.get("scheduler")
     _check_scheduler(scheduler, owner, automatic)
     unused = [key for key in settings if key not in ("scheduler", "name")]
@@ -306,7 +311,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     settings.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     config = SchedulerConfig(**settings)
     if config.interval not in ("epoch", "step"):
-        raise ValueError(messages.unknown(f"scheduler interval in {owner}:", config.interval, ("epoch", "step")))
+        raise ValueError(f"{owner}: {messages.unknown('scheduler interval', config.interval, ('epoch', 'step'))}")
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ValueError(
             f"{owner} returned a scheduler with frequency={config.frequency!r}. Use an integer of 1 or more."

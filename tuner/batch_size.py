@@ -88,7 +88,7 @@ class SizeSearch:
 
     def __post_init__(self) -> None:
         if self.mode not in ("power", "binsearch"):
-            raise ValueError(messages.unknown("mode of scale_batch_size", self.mode, ("power", "binsearch")))
+            raise ValueError(messages.unknown("scale_batch_size mode", self.mode, ("power", "binsearch")))
         most = self.max_val is None or self.max_val >= 1
         if min(self.steps_per_trial, self.init_val, self.max_trials) < 1 or not 0 <= self.margin < 1 or not most:
             raise ValueError(
@@ -236,7 +236,7 @@ class Trials:
         return self.run.source.given.get(stage_of(self.settings.method)) is None
 
     def check_size(self, loader: Any, size: int, batch: Any) -> None:
-        """Raise an error if batches have a different size, which would make the trials meaningless."""
+        """Raise an error unless batches have ``size`` samples; otherwise, the trials would be meaningless."""
         found = samples_in_batch(loader, 1) if loader is not None else None
         if loader is not None:
             strategy = self.run.strategy
@@ -250,7 +250,7 @@ class Trials:
             key = self.places[0].key if self.places else "batch_size"
             raise RuntimeError(
                 f"{where} {'was' if len(self.places) < 2 else 'were'} set to {size}, but the loader yields batches of "
-                f"{found}, so it does not use that value. Create the loader in the hook, with DataLoader(..., "
+                f"{found}, so the loader does not use that value. Create the loader in the hook, with DataLoader(..., "
                 f"batch_size=self.{key})."
             )
 

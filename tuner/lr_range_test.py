@@ -35,7 +35,7 @@ class LRFinder:
     Attributes:
         mode: how the learning rate grew, ``"exponential"`` or ``"linear"``.
         lr_min: the first rate.
-        lr_max: the last rate, unless the loss diverged earlier.
+        lr_max: the rate of the last step, unless the loss diverged earlier and ended the test.
         num_training: requested number of steps.
         results: the rates under ``"lr"``, and the smoothed loss at each rate, averaged across ranks, under ``"loss"``.
     """
@@ -146,7 +146,7 @@ class RangeTest:
 
     def __post_init__(self) -> None:
         if self.mode not in ("exponential", "linear"):
-            raise ValueError(messages.unknown("mode of lr_find", self.mode, ("exponential", "linear")))
+            raise ValueError(messages.unknown("lr_find mode", self.mode, ("exponential", "linear")))
         if not 0 < self.min_lr < self.max_lr or self.num_training < 2:
             raise ValueError(
                 f"lr_find(min_lr={self.min_lr}, max_lr={self.max_lr}, num_training={self.num_training}): min_lr "
@@ -242,7 +242,7 @@ def check(run: Run) -> None:
     if isinstance(optimizers[0], LBFGS):
         raise RuntimeError(
             f"lr_find does not work with LBFGS, which {owner} uses, because LBFGS evaluates the loss several times per "
-            "step and chooses its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
+            "step and chooses its own step length. Train with lr=1 and line_search_fn='strong_wolfe' instead."
         )
     if run.trainer.limit_train_batches == 0:
         raise ValueError(
@@ -267,9 +267,10 @@ def warn_if_unread(module: TrainingModule, places: list[TunedAttribute]) -> None
     if made[0] == made[1]:
         where, owner = messages.names([place.words for place in places], "and"), type(module).__name__
         messages.warn(
-            f"lr_find sets {where}, but {owner}.configure_optimizers() creates the same optimizer regardless of "
-            f"that value, so a fit will not use the rate that lr_find found. Create the optimizer with "
-            f"lr=self.{places[0].key}, or pass the attribute that it reads, such as attr_name='hparams.training.lr'."
+            f"lr_find sets {where}, but {owner}.configure_optimizers() creates the same optimizer regardless of that "
+            "value, so a fit will not use the rate that lr_find found. Create the optimizer with "
+            f"lr=self.{places[0].key}, or pass lr_find the name of the attribute that configure_optimizers() reads, "
+            "such as attr_name='hparams.training.lr'."
         )
 
 

@@ -1,4 +1,4 @@
-"""Save everything that a trial may change and restore it in place."""
+"""Save everything that a trial may change, and restore it in place afterward."""
 
 from __future__ import annotations
 

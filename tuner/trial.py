@@ -27,7 +27,7 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
     Args:
         run: the trial's run (see :func:`.trial_run.trial_in_run`).
         before: called before each accumulation window.
-        after: called after each window with its batches' losses, tensors of shape (); returns True to stop.
+        after: called after each window with the losses of its batches (tensors of shape ()); returns True to stop.
     """
     run.stops = _NoStops(run, {})
     run.state.stage = RunningStage.TRAINING
@@ -63,7 +63,7 @@ class _NoStops(Stops):
 
 
 class _TrialLoop(FitLoop):
-    """The loop of a fit without its limits, schedulers, validation, logging and end-of-epoch work."""
+    """A fit's loop, but without limits, schedulers, validation, logging and end-of-epoch work."""
 
     def __init__(self, run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
         super().__init__(run, None)
@@ -100,7 +100,7 @@ class _TrialLoop(FitLoop):
 
 
 class _TrialEvaluation(EvalLoop):
-    """An evaluation without hooks, because other ranks would wait in them for a rank that has run out of memory."""
+    """An evaluation without hooks, in which other ranks could wait for a rank that has run out of memory."""
 
     def hooks(self, moment: str) -> tuple[Callable[..., Any], ...]:
         return ()

@@ -24,7 +24,7 @@ def is_dry(fast_dev_run: bool | int, what: str) -> bool:
 
 
 def take_lr(found: LRFinder, places: list[TunedAttribute]) -> float | None:
-    """Set the attributes to the suggested learning rate, report it and return it."""
+    """Set the attributes to the suggested learning rate, and report and return that rate."""
     rate = found.suggestion()
     if rate is not None and places:
         before = places[0].get()
@@ -77,7 +77,8 @@ def effective_now(run: Run, places: list[TunedAttribute], given: Any, wanted: An
     if isinstance(size, bool) or not isinstance(size, int):
         raise ValueError(
             f"scale_batch_size(effective_batch='keep'): {places[0].words} is {size!r}, so there is no batch size to "
-            "keep. Set it to an int, or pass effective_batch as a number of samples across all processes."
+            f"keep. Set {places[0].words} to an int, or pass effective_batch as a number of samples across all "
+            "processes."
         )
     return size * run.trainer.accumulate_grad_batches * world
 
@@ -107,7 +108,7 @@ def load_with_size(run: Run, places: list[TunedAttribute], size: int, method: st
 def take_size(
     run: Run, places: list[TunedAttribute], given: Any, found: SizeSearchResult, effective: int | None, world: int
 ) -> BatchPlan:
-    """Set the batch size (and the accumulation, unless ``effective`` is None) and report them."""
+    """Set and report the batch size and, unless ``effective`` is None, the accumulation."""
     before = size_of(given) if given is not None else places[0].get()
     decided = planned(found, effective, world, run.trainer.accumulate_grad_batches)
     _put_size(run, places, given, decided)

@@ -180,8 +180,8 @@ class Tuner:
         wanted = effective_batch if method == "fit" and module.automatic_optimization else None
         if wanted != effective_batch:
             raise ValueError(
-                f"scale_batch_size(effective_batch={effective_batch!r}) changes accumulate_grad_batches, but that "
-                "has an effect only in training with automatic optimization. Leave out effective_batch."
+                f"scale_batch_size(effective_batch={effective_batch!r}) changes accumulate_grad_batches, which has an "
+                "effect only in training with automatic optimization. Leave out effective_batch."
             )
         effective = effective_now(trainer.current_run, places, given, wanted, world)
         plan(1, effective, world)
@@ -201,7 +201,7 @@ class Tuner:
     def _request(self, fn: Method, model: Any, train: Any, validate: Any, others: Any, datamodule: Any) -> Request:
         known = ("fit", "validate", "test", "predict")
         if fn not in known:
-            raise ValueError(messages.unknown("method of scale_batch_size", fn, known))
+            raise ValueError(messages.unknown("scale_batch_size method", fn, known))
         if fn == "fit" and others is not None:
             raise ValueError(
                 "dataloaders= is for the methods 'validate', 'test' and 'predict'. For 'fit', pass train_dataloaders=."
@@ -237,7 +237,7 @@ class Tuner:
 
 
 def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Run], Any], random: dict[str, Any]) -> Any:
-    """Run the search in a process that was launched for it."""
+    """Run the search in a process that was launched for this search."""
     set_random_states(random)
     found = run_separately(trainer, request, work)
     leave()

@@ -76,7 +76,8 @@ def advise_about_length(dataloader: Any, name: str) -> None:
     if has_iterable_dataset(dataloader) and length_of(dataloader) is not None:
         messages.warn(
             f"The dataset of {name} is an IterableDataset with a __len__. With worker processes, this length is "
-            "correct only if each worker yields its own shard. Make sure that each worker does so, or remove __len__."
+            "correct only if each worker yields its own shard. Make sure that each worker yields only its own shard, "
+            "or remove __len__."
         )
 
 

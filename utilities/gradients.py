@@ -21,9 +21,10 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
     Returns:
         Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of all these
-        norms. The dict is empty if there are no gradients. With sharded gradients (FSDP, DeepSpeed), these are the
-        norms of the whole gradients, so all processes must call this. In a pipeline, each process gets the norms of
-        all stages. Under DeepSpeed, the module must be the TrainingModule, because only its Trainer has the gradients.
+        norms. The dict is empty if there are no gradients. With sharded gradients (FSDP, DeepSpeed), the result
+        contains the norms of the full gradients, so all processes must call this function. In a pipeline, each process
+        gets the norms of all stages. Under DeepSpeed, the module must be the TrainingModule, because only its Trainer
+        has the gradients.
 
     Raises:
         ValueError: the module is part of a model that a pipeline has split, so other stages' gradients are unknown.
@@ -52,7 +53,8 @@ def _of_all_stages(module: nn.Module, norms: dict[str, torch.Tensor]) -> dict[st
     if trainer is None:
         raise ValueError(
             f"grad_norm got {messages.a(module)} with weights on the meta device. In a pipeline, such weights belong "
-            "to other processes, and only the TrainingModule can reach them. Pass it: grad_norm(self, 2)."
+            "to other processes, and only the TrainingModule can reach them. Pass the TrainingModule: grad_norm(self, "
+            "2)."
         )
     device = trainer.strategy.device
     found = trainer.strategy.gather_objects({name: norm.item() for name, norm in norms.items()})

@@ -31,13 +31,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read the file, convert its contents to plain data and write them."""
+    """Read the file, convert its contents to plain data, and write the result."""
     from ...checkpoint import single_file
     from ...checkpoint.convert import converted
 
     out = location(arguments.out)
     if out.exists():
-        raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete it.")
+        raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete the existing file.")
     contents, apart = converted(_load(arguments.file, arguments.trust), arguments.file)
     single_file.write(contents, out, whole="state_dict" in contents)
     if apart:

@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read the checkpoint, convert it and write it."""
+    """Read the checkpoint, convert it, and write the result."""
     from ...checkpoint import single_file
     from ...checkpoint.read import read
 
@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> int:
             f"{arguments.out!r} does not end in .safetensors. Pass --format with one of {', '.join(_FORMATS)}."
         )
     if out.exists():
-        raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete it.")
+        raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete the existing file.")
     checkpoint = read(the_one(arguments.file))
     if kind == "safetensors":
         _write_safetensors(checkpoint["state_dict"], out)

@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print which checkpoints are kept and deleted, ask for confirmation, and delete them."""
+    """Print which checkpoints to keep and which to delete, ask for confirmation, and delete the latter."""
     if arguments.keep_last < 0 or arguments.keep_best < 0 or not arguments.keep_last + arguments.keep_best:
         raise ValueError(
             "Nothing would be kept. Pass --keep-last N, --keep-best K, or both, with numbers of 1 or more."
@@ -93,7 +93,7 @@ def _best_first(newest: list[FoundCheckpoint], arguments: Namespace) -> list[Fou
             if scored
             else "no scores. Use --keep-last."
         )
-        raise ValueError(f"--keep-best {arguments.keep_best}: this folder has {which}")
+        raise ValueError(f"--keep-best {arguments.keep_best}: the checkpoints in this folder have {which}")
     sign = 1 if arguments.mode == "min" else -1
     wanted = [one for one in newest if one.path in scored and arguments.monitor in (None, scored[one.path].monitor)]
     return sorted(wanted, key=lambda one: sign * (scored[one.path].score or 0.0))

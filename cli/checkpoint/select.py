@@ -53,7 +53,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def checkpoints(path: str, depth: int = DEPTH) -> Iterator[FoundCheckpoint]:
-    """Yield the checkpoint ``path``, or all checkpoints in the folder ``path`` by subfolder and save number.
+    """Yield the checkpoint ``path``, or all checkpoints in the folder ``path``, ordered by subfolder and save number.
 
     Raises:
         FileNotFoundError: if ``path`` does not exist.

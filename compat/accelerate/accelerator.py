@@ -41,7 +41,9 @@ class _Folders(Folders):
 
 
 class ModelList(MutableSequence[nn.Module]):
-    """The models that states contain. A model that is removed is left out of states, but can still be trained.
+    """The models that saved states contain.
+
+    A model that is removed from this list is left out of saved states, but can still be trained.
 
     Args:
         prepared: the prepared objects of an Accelerator.
@@ -74,7 +76,7 @@ class ModelList(MutableSequence[nn.Module]):
         self.replace([*self, value])
 
     def replace(self, models: Iterable[nn.Module]) -> None:
-        """Make these the models that states contain."""
+        """Set the models that saved states contain."""
         wanted = list(models)
         for model in self._prepared.saved_models:
             if not any(model is one for one in wanted):
@@ -147,11 +149,11 @@ class Accelerator(accelerator.Accelerator):
                 EngineMethods(self.prepared, placement.module).attach(placement.module)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-        """Like ``paceline.Accelerator.save_state``, but if processes pass different folders, process 0's is used."""
+        """Like ``paceline.Accelerator.save_state``, but uses process 0's folder if processes pass different folders."""
         return super().save_state(self._one_folder(output_dir), *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Like ``paceline.Accelerator.load_state``, but if processes pass different folders, process 0's is used."""
+        """Like ``paceline.Accelerator.load_state``, but uses process 0's folder if processes pass different folders."""
         super().load_state(self._one_folder(input_dir), *args, **kwargs)
 
     def _one_folder(self, folder: Any) -> Any:
@@ -209,7 +211,7 @@ class Accelerator(accelerator.Accelerator):
         super().backward(loss, num_items, **kwargs)
 
     def _accumulate_under_deepspeed(self, steps: int) -> None:
-        """Keep gradients unsynchronized inside a window if the loop counts micro-batches, like transformers.Trainer.
+        """Keep gradients unsynchronized inside a window if the loop counts micro-batches, as transformers.Trainer does.
 
         Such a loop does not call ``no_sync`` under DeepSpeed.
 
@@ -250,7 +252,7 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def _models(self) -> ModelList:
-        """The prepared models that states contain."""
+        """The prepared models that saved states contain."""
         return ModelList(self.prepared)
 
     @_models.setter
@@ -259,7 +261,7 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def _optimizers(self) -> list[Any]:
-        """The prepared optimizers that states contain. An optimizer that a program removes here still steps."""
+        """The prepared optimizers that saved states contain. Optimizers that are removed from this list still step."""
         return self.prepared.optimizers
 
     @_optimizers.setter
@@ -268,7 +270,7 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def _schedulers(self) -> list[Any]:
-        """The schedulers that states contain."""
+        """The schedulers that saved states contain."""
         return self.prepared.schedulers
 
     @_schedulers.setter
@@ -277,7 +279,7 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def _dataloaders(self) -> list[Any]:
-        """The prepared loaders, whose positions states contain."""
+        """The prepared loaders, whose positions saved states contain."""
         return self.prepared.loaders
 
     @_dataloaders.setter
@@ -286,7 +288,7 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def _custom_objects(self) -> list[Any]:
-        """The objects of ``register_for_checkpointing``."""
+        """The objects that were passed to ``register_for_checkpointing``."""
         return self.states.contents.objects
 
     @_custom_objects.setter
@@ -296,7 +298,7 @@ class Accelerator(accelerator.Accelerator):
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Log to all trackers; without trackers, and before ``init_trackers``, nothing happens."""
+        """Log values to all trackers. Without trackers, or before ``init_trackers`` is called, nothing is logged."""
         if not self.trackers.idle:
             super().log(values, step, log_kwargs)
         elif self.trackers.wanted:

@@ -184,7 +184,7 @@ def get_module_size_with_ties(
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Merge entries of sibling modules on the same device into one entry for their parent; return the same dict."""
+    """Merge entries of sibling modules on the same device into one entry for their parent, in place; return the map."""
     prefix = f"{module_name}." if module_name else ""
     inside = {name: one for name, one in device_map.items() if name.startswith(prefix)}
     short = join_neighbors({name.removeprefix(prefix): one for name, one in inside.items()})
@@ -271,7 +271,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return True if a module's weights are offloaded and loaded when the module runs."""
+    """Return True if a module's weights are offloaded, and are loaded only while the module runs."""
     return _part_of(module) is not None
 
 

@@ -198,7 +198,7 @@ class BaseConfig:
         if unknown:
             raise ValueError(
                 f"The configuration file {str(yaml_file or default_config_file)!r} has keys that {cls.__name__} does "
-                f"not support: {unknown}. Remove them, or read the file with paceline.settings.read_file."
+                f"not support: {unknown}. Remove these keys, or read the file with paceline.settings.read_file."
             )
         return cls(**content)
 

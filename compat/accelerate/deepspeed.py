@@ -209,7 +209,7 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Replace an ``"auto"`` value with the argument of that name; report any other value that differs.
+        """Replace an ``"auto"`` value with the argument of the same name. Report any other value that differs from it.
 
         Args:
             ds_key_long: dotted name of the value.
@@ -317,7 +317,10 @@ class DeepSpeedPlugin(plugins.DeepSpeedPlugin):
         return found
 
     def micro_batches(self, steps: int | None) -> int | None:
-        """Return the Accelerator's number of micro-batches or, if not set, the DeepSpeed configuration's number."""
+        """Return the number of micro-batches in a window.
+
+        This is ``steps``, the Accelerator's number, or the DeepSpeed configuration's number if ``steps`` is None.
+        """
         return self.decided("gradient_accumulation_steps") if steps is None else steps
 
     @property
@@ -519,8 +522,8 @@ def _refuse_both(name: str, objects: Any, kind: type, dummy: bool, config: Mappi
 def _optimizer(dummy: DummyOptim, config: Mapping[str, Any]) -> torch.optim.Optimizer:
     if "optimizer" not in config:
         raise ValueError(
-            "DummyOptim is a placeholder for the optimizer in a DeepSpeed configuration, but the configuration has "
-            "none. Create a torch optimizer, or add 'optimizer' to the configuration."
+            "DummyOptim is a placeholder for the optimizer in a DeepSpeed configuration, but the configuration defines "
+            "no optimizer. Create a torch optimizer, or add 'optimizer' to the configuration."
         )
     section = config["optimizer"]
     kind, params = str(section.get("type")), dict(section.get("params") or {})
@@ -531,7 +534,7 @@ def _optimizer(dummy: DummyOptim, config: Mapping[str, Any]) -> torch.optim.Opti
         "sgd": torch.optim.SGD,
     }
     if kind.lower() not in kinds:
-        raise ValueError(messages.unknown("optimizer in the DeepSpeed configuration", kind, kinds))
+        raise ValueError(f"DeepSpeed configuration: {messages.unknown('optimizer', kind, kinds)}")
     params = {name: value for name, value in params.items() if name not in _OWN_OPTIONS}
     return kinds[kind.lower()](list(dummy.params), **{"weight_decay": 0.0, **params})
 
@@ -540,8 +543,8 @@ def _scheduler(dummy: DummyScheduler, optimizer: Any, config: Mapping[str, Any])
     if "scheduler" not in config:
         if dummy.lr_scheduler_callable is None:
             raise ValueError(
-                "DummyScheduler is a placeholder for the scheduler in a DeepSpeed configuration, but the "
-                "configuration has none. Pass lr_scheduler_callable, or add 'scheduler' to the configuration."
+                "DummyScheduler is a placeholder for the scheduler in a DeepSpeed configuration, but the configuration "
+                "defines no scheduler. Pass lr_scheduler_callable, or add 'scheduler' to the configuration."
             )
         return dummy.lr_scheduler_callable(optimizer)
     schedules: Any = importlib.import_module("deepspeed.runtime.lr_schedules")
@@ -549,7 +552,7 @@ def _scheduler(dummy: DummyScheduler, optimizer: Any, config: Mapping[str, Any])
     kind, params = str(section.get("type")), dict(section.get("params") or {})
     if kind not in schedules.VALID_LR_SCHEDULES:
         raise ValueError(
-            messages.unknown("scheduler in the DeepSpeed configuration", kind, schedules.VALID_LR_SCHEDULES)
+            f"DeepSpeed configuration: {messages.unknown('scheduler', kind, schedules.VALID_LR_SCHEDULES)}"
         )
     if kind in ("WarmupDecayLR", "WarmupCosineLR") and "total_num_steps" not in params:
         raise ValueError(

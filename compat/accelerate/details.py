@@ -56,7 +56,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def get_model_tp_size(model: Any) -> int | None:
-    """Return the number of processes across which transformers has split a model's layers; None if it has not."""
+    """Return the number of processes across which transformers has split a model's layers; None if not split."""
     size = getattr(model, "tp_size", None)
     if size is not None:
         return size
@@ -222,7 +222,7 @@ torch_version = Version(Version(torch.__version__).base_version)
 
 
 class ConversionStatus(Enum):
-    """Result of converting one key of an FSDP 1 configuration."""
+    """Result of converting one key of an FSDP1 configuration."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1

@@ -175,7 +175,10 @@ def _weights(placement: Any, trained_only: bool) -> dict[str, Any]:
 
 
 def _let_config_be_read(config: Any) -> None:
-    """Add a ``get`` method to a transformers configuration, because ``Trainer.save_model`` reads it like a dict."""
+    """Add a ``get`` method to a transformers configuration.
+
+    ``Trainer.save_model`` of transformers reads the configuration like a dict.
+    """
     kind = getattr(sys.modules.get("transformers"), "PreTrainedConfig", None)
     if kind is not None and isinstance(config, kind) and not hasattr(config, "get"):
         kind.get = _get

@@ -50,7 +50,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of the environment variables' values that is a non-negative integer, or else ``default``."""
+    """Return the first non-negative integer among the values of the environment variables, or else ``default``."""
     found = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in found if number >= 0), default)
 
@@ -158,7 +158,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare torch's version (without suffixes such as ``+cpu``) with another, using an operator such as ``">="``."""
+    """Compare torch's version (without suffixes such as ``+cpu``) with ``version`` by an operator such as ``">="``."""
     return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
 
 
@@ -169,7 +169,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def check_os_kernel() -> None:
-    """Warn if the Linux kernel is older than 5.5, because processes may hang on it."""
+    """Warn if the Linux kernel is older than 5.5, because processes may hang on such a kernel."""
     release = platform.release().split("-")[0]
     if platform.system() == "Linux" and compare_versions(release, "<", "5.5.0"):
         messages.warn(f"Processes may hang on Linux {release}. Upgrade to Linux 5.5 or newer.")
@@ -189,7 +189,7 @@ def load_config_from_file(config_file: str | None = None) -> Any:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
 ) -> Path | bool:
-    """Write a configuration file (by default, the user's own). Return its path, or False if it already exists."""
+    """Write a configuration file (by default, the user's own). Return its path, or False if the file already exists."""
     messages.ignored("write_basic_config", "the file contains only mixed_precision", False, **more)
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():

@@ -1,4 +1,4 @@
-"""Adjusts losses that a loop gathers once per sample, so that their mean is weighted by the number of samples.
+"""Adjusts losses that a loop gathers once per sample, so that the mean of all losses is weighted by sample count.
 
 Such loops call ``gather_for_metrics(loss.repeat(batch_size))`` with a loss that is the mean over a process's samples.
 ``transformers.Trainer`` first gathers the number of items (tokens) in the batch. Each process then divides the sum of
@@ -21,7 +21,10 @@ from .loaders import DataLoaderShard
 
 
 def note_items(state: GradientState, counted: Any) -> None:
-    """Store the item count that a loop gathers, or sums over processes, for the last batch of a pass."""
+    """Store ``counted`` if it is an item count for the last batch of a pass.
+
+    The user's loop gathers such a count, or sums it over processes.
+    """
     number = isinstance(counted, Tensor) and counted.dtype == torch.int64 and counted.numel() == 1
     if number and state.end_of_dataloader:
         state.counted = state.active_dataloader, counted

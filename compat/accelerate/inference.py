@@ -72,7 +72,7 @@ def _refuse_other_parts(model: nn.Module, split_points: Sequence[str], world: in
     known = [name for name, _ in model.named_modules() if name]
     for name in split_points:
         if name not in known:
-            raise ValueError(messages.unknown("module in prepare_pippy(split_points=...)", name, known))
+            raise ValueError(f"prepare_pippy(split_points=...): {messages.unknown('module', name, known)}")
     if len(split_points) + 1 != world:
         raise ValueError(
             f"prepare_pippy(split_points={list(split_points)!r}) divides the model into {len(split_points) + 1} parts, "

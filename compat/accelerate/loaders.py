@@ -98,7 +98,7 @@ class DataLoaderShard(PreparedLoader):
         self.gradient_state.end(self)
 
     def reset(self) -> None:
-        """Clear the record that the last batch has been read."""
+        """Record that the last batch has not been read yet."""
         self.end_of_dataloader = False
 
     @property

@@ -30,8 +30,8 @@ from .probes import is_peft_model
 class NoSync:
     """The ``no_sync`` method of a prepared model, like DistributedDataParallel's.
 
-    Only models whose gradients are averaged have this method. In copies of the model, which are not prepared, it does
-    nothing.
+    Only models whose gradients are averaged have this method. In copies of the model, which are not prepared, the
+    method does nothing.
 
     Args:
         accelerator: the Accelerator that prepared the model.
@@ -63,7 +63,7 @@ def has_compiled_regions(module: Any) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile a module's repeated blocks, or the entire module if it has no such blocks; return the same module."""
+    """Compile a module's repeated blocks, or the entire module if it has no repeated blocks; return the module."""
     if not compile_repeated(module, compile_kwargs):
         compile_one(module, compile_kwargs)
     return module

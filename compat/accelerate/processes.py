@@ -83,7 +83,10 @@ def wait_for_everyone() -> None:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object as ``accelerator.save`` does; with ``save_on_each_node``, on each machine's first process."""
+    """Write an object as ``accelerator.save`` does.
+
+    The main process writes it or, with ``save_on_each_node``, the first process of each machine.
+    """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
         save_object(obj, f, safe_serialization)

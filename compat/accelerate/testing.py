@@ -242,12 +242,14 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @contextlib.contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Context manager whose body must raise an exception, with ``msg`` in its text."""
+    """Context manager whose body must raise an exception with ``msg`` in the exception's text."""
     try:
         yield
     except exception_class as error:
         if msg is not None and msg not in str(error):
-            raise AssertionError(f"Expected {msg!r} in the error message, but it is {str(error)!r}.") from error
+            raise AssertionError(
+                f"Expected {msg!r} in the error message, but the message is {str(error)!r}."
+            ) from error
         return
     raise AssertionError(f"Expected {exception_class.__name__}, but nothing was raised.")
 

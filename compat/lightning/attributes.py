@@ -1,4 +1,4 @@
-"""Adds attributes and methods of Lightning's classes to Paceline's, and enables Lightning's variables for seeds."""
+"""Adds attributes and methods of Lightning's classes to Paceline's, and enables Lightning's ``PL_`` seed variables."""
 
 from __future__ import annotations
 

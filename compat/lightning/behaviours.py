@@ -323,8 +323,8 @@ def _refuse_more_epochs(report_finished: Callable[[Any], None]) -> Callable[[Any
         most, epochs = loop.run.trainer.max_epochs, loop.state.epoch + loop.state.epoch_done
         if loop.resumed is not None and -1 < most < epochs:
             raise ValueError(
-                f"The checkpoint was saved after {epochs} epochs, more than Trainer(max_epochs={most}) allows. Raise "
-                "max_epochs to continue."
+                f"The checkpoint was saved after {epochs} epochs, which is more than Trainer(max_epochs={most}) "
+                "allows. Raise max_epochs to continue."
             )
         report_finished(loop)
 
@@ -492,7 +492,7 @@ def _clear(step: Any) -> None:
 
 
 def _count_without_loss(step: Any) -> dict[str, Any]:
-    """Count a batch for which ``training_step`` returned None toward the window, although it adds no gradients."""
+    """Count a batch toward the window although ``training_step`` returned None, so that the batch adds no gradients."""
     state = step.state
     if not state.window:
         _clear(step)

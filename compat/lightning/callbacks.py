@@ -30,7 +30,7 @@ _UNCALLED = (
 
 
 def due_without_scheduler(due: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap ``_due_at_epoch`` to log the rates of optimizers without schedulers at epoch starts as well as in steps."""
+    """Wrap ``_due_at_epoch`` to log the rates of optimizers without schedulers at epoch starts as well as at steps."""
 
     def due_at_epoch(monitor: Any, trainer: Any, optimizer: Any) -> bool:
         always = monitor.logging_interval is None and not schedulers_of(trainer, optimizer)

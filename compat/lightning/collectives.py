@@ -89,7 +89,7 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def is_available(cls) -> bool:
-        """Return whether these operations work here."""
+        """Return True if this process can use these collective operations."""
 
     @classmethod
     @abstractmethod
@@ -124,14 +124,16 @@ class Collective(ABC):
     def create_group(self, **kwargs: Any) -> Self:
         """Create this object's group. All processes must call this."""
         if self._group is not None:
-            raise RuntimeError(f"{type(self).__name__} has a group. Call teardown() before create_group().")
+            raise RuntimeError(
+                f"{type(self).__name__} already has a group. Call teardown() before you call create_group() again."
+            )
         self._group = self.new_group(**kwargs)
         return self
 
     def teardown(self) -> Self:
         """Destroy this object's group."""
         if self._group is None:
-            raise RuntimeError(f"{type(self).__name__} has no group. Call create_group() before teardown().")
+            raise RuntimeError(f"{type(self).__name__} has no group to leave. Call create_group() before teardown().")
         self.destroy_group(self._group)
         self._group = None
         return self
@@ -270,7 +272,7 @@ class TorchCollective(Collective):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether these operations work here."""
+        """Return True if this process can use these collective operations."""
         return dist.is_available()
 
     @classmethod
@@ -309,12 +311,12 @@ class SingleDeviceCollective(Collective):
 
     @property
     def rank(self) -> int:
-        """0."""
+        """Always 0."""
         return 0
 
     @property
     def world_size(self) -> int:
-        """1."""
+        """Always 1."""
         return 1
 
     def broadcast(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lightning's CSVLogger: it deletes the file of an earlier run with the same version number, and takes strings."""
+"""Lightning's CSVLogger, which deletes the file of an earlier run with the same version, and also logs strings."""
 
 from __future__ import annotations
 

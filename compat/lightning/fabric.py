@@ -242,8 +242,8 @@ class Fabric:
 
         Args:
             *dataloaders: the loaders.
-            use_distributed_sampler: if False, every process reads all of the data, or the samples that its own sampler
-                selects.
+            use_distributed_sampler: if False, every process reads all of the data, or the samples that the loader's own
+                sampler selects.
             move_to_device: whether to move batches to the device.
 
         Returns:
@@ -253,7 +253,7 @@ class Fabric:
             ValueError: no loader was passed.
         """
         if not dataloaders:
-            raise ValueError("setup_dataloaders() got no loader to set up. Pass at least one.")
+            raise ValueError("setup_dataloaders() got no loader to set up. Pass at least one loader.")
         self._refuse_wrapped("setup_dataloaders", *dataloaders)
         if use_distributed_sampler:
             found = [self.accelerator_of_loop.prepare_data_loader(one, move_to_device) for one in dataloaders]
@@ -265,8 +265,8 @@ class Fabric:
         for one in objects:
             if is_wrapped(one):
                 raise ValueError(
-                    f"fabric.{method} got {messages.a(one)} that has already been set up. Pass each original object "
-                    "once."
+                    f"fabric.{method} got {messages.a(one)} that has already been set up. Pass the original object, "
+                    "and set up each object only once."
                 )
 
     def _watch(self, optimizers: list[AcceleratedOptimizer]) -> None:
@@ -438,7 +438,7 @@ class Fabric:
 
         Args:
             path: path of the file.
-            state: modules, optimizers and other values, by the names they were saved under. Values without
+            state: modules, optimizers and other values, keyed by the names under which they were saved. Values without
                 ``load_state_dict`` are replaced in this dict. If None, the file is only read.
             strict: whether to require that the file contains everything in ``state``, with the same keys.
             weights_only: if False, also load objects that are not plain data, which can run arbitrary code from the

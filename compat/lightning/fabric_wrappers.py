@@ -144,7 +144,7 @@ def original(obj: Any) -> Any:
 
 
 def unwrapped_in(collection: Any) -> Any:
-    """Return the collection with objects from ``Fabric.setup`` replaced by the user's original objects."""
+    """Return a collection with the user's original objects in place of the objects from ``Fabric.setup``."""
     if isinstance(collection, Mapping):
         return {key: unwrapped_in(value) for key, value in collection.items()}
     if type(collection) in (list, tuple):

@@ -10,7 +10,7 @@ from ...trainer import arguments
 
 
 def install() -> None:
-    """Replace argument checks that Lightning does not perform."""
+    """Turn argument checks that Lightning does not perform into warnings."""
     arguments.check_overfitting = overfitting_wins(arguments.check_overfitting)
     arguments.check_range = maximum_wins(arguments.check_range)
     arguments.check_clipping = clipping_needs_a_value(arguments.check_clipping)
@@ -43,7 +43,7 @@ def maximum_wins(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def clipping_needs_a_value(check: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``check`` to warn about a clipping algorithm without a clipping value, which has no effect."""
+    """Wrap ``check`` to only warn that a clipping algorithm without a clipping value has no effect."""
 
     def warn(value: Any, algorithm: str | None) -> None:
         if value is None and algorithm is not None:
@@ -62,4 +62,4 @@ def check_mode(test: Any) -> None:
     """Check the mode of ``lr_find``, but not the rates and the number of steps."""
     modes = ("exponential", "linear")
     if test.mode not in modes:
-        raise ValueError(messages.unknown("mode of lr_find", test.mode, modes))
+        raise ValueError(messages.unknown("lr_find mode", test.mode, modes))

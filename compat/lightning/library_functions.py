@@ -184,7 +184,7 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
     """Replace tensors on the meta device with real ones on ``device``, and initialize the submodules that own them.
 
     Raises:
-        TypeError: such a submodule has no ``reset_parameters``.
+        TypeError: a submodule with tensors on the meta device has no ``reset_parameters``.
     """
     for name, inner in module.named_modules():
         own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
@@ -346,7 +346,7 @@ def extract_batch_size(batch: Any) -> int:
     size = batch_size_of(batch)
     if size is None:
         raise ValueError(
-            f"The batch size of {messages.a(batch)} cannot be read, because it has no tensors. Pass "
+            f"The batch size of {messages.a(batch)} cannot be determined, because this batch contains no tensors. Pass "
             "self.log(..., batch_size=batch_size)."
         )
     return size
@@ -411,7 +411,10 @@ def convert_tensors_to_scalars(data: Any) -> Any:
     """
     if isinstance(data, Tensor):
         if data.numel() != 1:
-            raise ValueError(f"A tensor of shape {tuple(data.shape)} is not a scalar. Reduce it before logging it.")
+            raise ValueError(
+                f"A tensor of shape {tuple(data.shape)} is not a scalar. Reduce the tensor to one element before "
+                "logging it."
+            )
         return data.item()
     if isinstance(data, Mapping):
         return {name: convert_tensors_to_scalars(value) for name, value in data.items()}

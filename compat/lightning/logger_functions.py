@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def convert_params(params: Mapping[str, Any] | Namespace | None) -> Any:
-    """Return hyperparameters as a dict; None as an empty dict."""
+    """Return hyperparameters as a dict; for None, return an empty dict."""
     if isinstance(params, Namespace):
         return vars(params)
     return {} if params is None else params
 
 
 def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts by their joined keys; the items of a list of dicts are numbered."""
+    """Flatten nested dicts by joining their keys. The items of a list of dicts are numbered."""
     return dict(_leaves(params, delimiter, parent_key))
 
 
@@ -91,7 +91,7 @@ def add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mappi
 
 
 def scan_checkpoints(callback: Any, logged_model_time: Mapping[str, float]) -> list[tuple[float, str, Any, str]]:
-    """Return a callback's files that are newer than ``logged_model_time`` says, with their times, scores and tags.
+    """Return a callback's files that changed after their time in ``logged_model_time``, with times, scores and tags.
 
     The oldest file comes first. The tag is ``"latest"``, ``"best"`` or ``"best_k"``.
     """

@@ -34,7 +34,7 @@ def ends_early(curve: Any) -> bool:
 
 
 def _suggesting(without: Callable[..., float | None]) -> Callable[..., float | None]:
-    """Wrap ``suggestion`` to return the rate where the slope of the loss over the rate (not its log) is steepest."""
+    """Wrap ``suggestion`` to return the rate where the loss falls fastest if rates are on a linear, not a log scale."""
 
     def suggestion(found: Any, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         losses, rates = torch.tensor(found.results["loss"]), torch.tensor(found.results["lr"])

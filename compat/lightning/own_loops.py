@@ -32,7 +32,8 @@ class OwnEvaluationLoop:
         if found:
             raise TypeError(
                 f"{type(self).__name__} defines {messages.names(found, last='and')}, which Paceline never calls. "
-                "Override _print_results, hooks of the module or of a Callback, or write the loop with an Accelerator."
+                "Override _print_results instead, use hooks of the module or of a Callback, or write the loop with an "
+                "Accelerator."
             )
         self.trainer, self.verbose = trainer, verbose
         self._stage = stage
@@ -74,7 +75,7 @@ def _setting(fn: str) -> Callable[[Any, Any], None]:
         if not isinstance(loop, OwnEvaluationLoop):
             raise AttributeError(
                 f"trainer.{fn}_loop can be set only to an instance of a subclass of Lightning's _EvaluationLoop, not "
-                f"to {messages.a(loop)}. To change how results are printed, override its _print_results."
+                f"to {messages.a(loop)}. To change how results are printed, override _print_results in such a subclass."
             )
         vars(trainer)[f"_own_{fn}_loop"] = loop
 

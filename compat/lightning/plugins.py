@@ -203,8 +203,8 @@ _FSDP = {
 def take_arguments(strategy: Any) -> None:
     """Make a strategy's constructor accept Lightning's additional arguments.
 
-    The strategy uses ``precision_plugin``, ``checkpoint_io``, ``cluster_environment`` and, if it is distributed,
-    ``parallel_devices``. ``accelerator`` is ignored.
+    The strategy uses ``precision_plugin``, ``checkpoint_io``, ``cluster_environment`` and, if the strategy is
+    distributed, ``parallel_devices``. ``accelerator`` is ignored.
     """
     init = strategy.__init__
     shards = "fsdp" in strategy.names
@@ -235,7 +235,7 @@ def take_arguments(strategy: Any) -> None:
 
 
 def _translate_fsdp(arguments: dict[str, Any]) -> None:
-    """Replace FSDP 1 arguments with their FSDP2 equivalents."""
+    """Replace FSDP1 arguments with their FSDP2 equivalents."""
     asked = {own: arguments.pop(name) for name, own in _FSDP.items() if name in arguments}
     recomputed = arguments.pop("activation_checkpointing_policy", arguments.get("activation_checkpointing"))
     if recomputed is not None:

@@ -13,7 +13,7 @@ _AT_EPOCH_END = "_should_save_on_train_epoch_end"
 
 
 def install() -> None:
-    """Give ModelCheckpoint these methods, and call a subclass's own."""
+    """Add Lightning's private methods to ModelCheckpoint, and make it call a subclass's overrides of them."""
     kind: Any = ModelCheckpoint
     theirs: dict[str, Any] = {
         _SKIPS: _skips,
@@ -36,13 +36,13 @@ def _last_saved(callback: Any) -> int:
 
 
 def _skips(callback: Any, trainer: Any) -> bool:
-    """Return True if nothing may be saved now, or if this step is already saved."""
+    """Return True if nothing may be saved now, or if the current step has already been saved."""
     running = trainer.state.fn == "fit" and not trainer.fast_dev_run and not trainer.sanity_checking
     return not running or _last_saved(callback) == trainer.global_step
 
 
 def _asking(may_save: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Wrap ``may_save`` to ask a subclass that decides about it, except about a step that is already saved."""
+    """Wrap ``may_save`` to let a subclass decide, unless the current step has already been saved."""
 
     def ask(callback: Any, trainer: Any) -> bool:
         skips = overridden(callback, _SKIPS, ModelCheckpoint)
@@ -56,7 +56,7 @@ def _asking(may_save: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
 
 def _outside_fits(on_validation_end: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``on_validation_end`` to save after a ``validate`` if a subclass decides so."""
+    """Wrap ``on_validation_end`` to save a checkpoint after ``validate`` if a subclass decides to save one."""
 
     def end(callback: Any, trainer: Any, module: Any) -> None:
         if trainer.state.fn == "fit":

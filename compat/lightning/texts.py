@@ -153,5 +153,5 @@ def print_results(results: list[dict[str, Any]], fn: str) -> None:
 
 
 def with_tensors(show: Callable[[Any, str], Any]) -> Callable[[list[dict[str, float]], str], Any]:
-    """Wrap a program's own ``_print_results``, which expects tensors, as from Lightning's loops."""
+    """Wrap a program's own ``_print_results`` so that it receives tensors, which is what Lightning's loops pass."""
     return lambda results, fn: show([{name: torch.tensor(one) for name, one in each.items()} for each in results], fn)

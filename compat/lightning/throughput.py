@@ -1,4 +1,4 @@
-"""Lightning's ThroughputMonitor, which computes and logs values at different times from Paceline's monitor."""
+"""Lightning's ThroughputMonitor, which computes and logs values at other times than Paceline's monitor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Views of a run, under the names of Lightning's private objects that libraries read.
 
-The first time a name is read, a debug message gives the public replacement. Reading a name that has no meaning in
-Paceline raises an AttributeError that gives a replacement.
+The first time a name is read, a debug message says which public name to use instead. Reading a name that has no meaning
+in Paceline raises an AttributeError that says what to use instead.
 """
 
 from __future__ import annotations
@@ -171,13 +171,13 @@ def _validates_now(trainer: Trainer) -> Callable[..., bool]:
 
 
 def _returns_predictions(trainer: Trainer) -> bool:
-    """Return True if the last prediction returns its predictions."""
+    """Return True unless the latest call was a ``predict`` that does not return its predictions."""
     request = trainer.current_run.request
     return request is None or request.fn != "predict" or request.keep_predictions
 
 
 def _prints_results(trainer: Trainer) -> bool:
-    """Return True if the last call to an entry point prints results."""
+    """Return True if the latest call of an entry point prints results."""
     request = trainer.current_run.request
     return request is not None and request.show_results is not None
 
@@ -376,7 +376,7 @@ class CheckpointConnector(View):
 
 
 def _is_logging(trainer: Trainer) -> bool:
-    """Return True if the loggers get this batch's values."""
+    """Return True if the loggers get the current batch's values."""
     if trainer.log_every_n_steps == 0:
         return False
     state = trainer.state
@@ -538,7 +538,7 @@ _ABSENT = {
 
 
 def install() -> None:
-    """Add the attributes in ``VIEWS`` to Trainers, and errors for those in ``_ABSENT``."""
+    """Add the attributes in ``VIEWS`` to Trainers, and make reading those in ``_ABSENT`` an error."""
     for name, view in VIEWS.items():
         setattr(Trainer, name, property(view))
     for name, instead in _ABSENT.items():

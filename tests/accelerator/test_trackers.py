@@ -199,10 +199,10 @@ def test_unknown_trackers_are_named_with_the_nearest_name(tmp_path: Path) -> Non
 
 def test_options_for_a_tracker_that_does_not_exist_are_refused(tmp_path: Path) -> None:
     trackers = Trackers("csv", tmp_path)
-    with pytest.raises(ValueError, match=r"Unknown init_kwargs tracker 'tensorbord'. Did you mean 'tensorboard'"):
+    with pytest.raises(ValueError, match=r"init_kwargs: Unknown tracker 'tensorbord'. Did you mean 'tensorboard'"):
         trackers.start("p", init_kwargs={"tensorbord": {}})
     trackers.start("p", init_kwargs={"wandb": {"name": "not asked for here, which is fine"}})
-    with pytest.raises(ValueError, match="Unknown log_kwargs tracker"):
+    with pytest.raises(ValueError, match="log_kwargs: Unknown tracker"):
         trackers.log({"a": 1}, log_kwargs={"nope": {}})
 
 

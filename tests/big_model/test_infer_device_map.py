@@ -284,7 +284,7 @@ def test_tied_parameters_count_once_and_say_so() -> None:
         ({"cpu": 3 * BLOCK, "disk": 1000}, "auto", r"does not fit on any device.* not enough room on cpu \(.*disk \("),
         ({"disk": "1GB"}, "auto", "no device for the model to run on"),
         ({}, "auto", "no device for the model to run on"),
-        ({"gpu": "1GB"}, "auto", "device in max_memory"),
+        ({"gpu": "1GB"}, "auto", "max_memory device"),
         ({"cpu": "much"}, "auto", "max_memory.'cpu'.='much' is not a valid size"),
         ({"cpu": -1}, "auto", "is not a valid size"),
         ({"cpu": -0.5}, "auto", "is not a valid size"),

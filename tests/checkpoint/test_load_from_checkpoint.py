@@ -137,7 +137,7 @@ def test_one_configuration_object_comes_back_as_that_argument(tmp_path: Path):
 
 def test_an_argument_that_does_not_exist_is_an_error_with_the_nearest_name(tmp_path: Path):
     saved(Sized(width=5), tmp_path / "x.ckpt")
-    with pytest.raises(TypeError, match=r"Unknown argument of Sized\.__init__ 'widht'\. Did you mean 'width'\?"):
+    with pytest.raises(TypeError, match=r"Unknown Sized\.__init__ argument 'widht'\. Did you mean 'width'\?"):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", widht=3)
 
 

@@ -58,7 +58,7 @@ def test_parts_that_do_not_fit_the_processes_are_refused_on_all_of_them() -> Non
             "prepare_pippy(split_points=['2', '3']) divides the model into 3 parts, but there are 2 "
             "processes, and each process runs one part. Pass 1 split points, or 'auto'."
         )
-        assert "Unknown module in prepare_pippy(split_points=...) '9'." in unknown
+        assert "prepare_pippy(split_points=...): Unknown module '9'." in unknown
 
 
 def test_one_process_keeps_the_model() -> None:

@@ -145,7 +145,7 @@ twice.save_checkpoint("twice.ckpt")
 try:
     pl.Trainer(**plain).fit(Net(), DataLoader(torch.ones(4, 4)), ckpt_path="twice.ckpt")
 except MisconfigurationException as error:
-    assert "saved after 2 epochs, more than Trainer(max_epochs=1)" in str(error), error
+    assert "saved after 2 epochs, which is more than Trainer(max_epochs=1)" in str(error), error
 else:
     raise AssertionError("no error")
 with warnings.catch_warnings(record=True) as told:

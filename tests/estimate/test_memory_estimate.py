@@ -198,7 +198,7 @@ def test_a_modules_own_backward_and_clipping_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"strategy": "dpd"}, "Unknown strategy for an estimate 'dpd'. Did you mean 'ddp'"),
+        ({"strategy": "dpd"}, "Unknown strategy 'dpd'. Did you mean 'ddp'"),
         ({"strategy": "single_device", "num_processes": 2}, "contradict each other"),
         ({"optimizer": "adamv"}, "Unknown optimizer 'adamv'. Did you mean 'Adam"),
         ({"precision": "bf17"}, "Unknown precision 'bf17'"),

@@ -231,7 +231,7 @@ def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv
     ]
     assert path.read_text().startswith("step,epoch,wall_time,loss,new,val\n")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    with pytest.warns(UserWarning, match="had written 4 rows to .*, which now has 1. Number of lost rows: 2"):
+    with pytest.warns(UserWarning, match="had written 4 rows to .*. Number of rows that are no longer in the file: 2"):
         resumed()
     assert [row["step"] for row in read_csv(logger.log_dir)] == ["0", "3", "4"]
 

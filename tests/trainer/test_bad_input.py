@@ -1344,7 +1344,7 @@ def make_something_else(path: Path) -> None:
     ("spoil", "parts"),
     [
         (cut, ("good.ckpt", "damaged", "Use a different checkpoint")),
-        (make_newer, ("good.ckpt", "99", "reads formats up to 1", "Upgrade paceline")),
+        (make_newer, ("good.ckpt", "99", "reads only formats up to 1", "Upgrade paceline")),
         (
             make_other,
             (

@@ -744,7 +744,9 @@ def test_only_the_weights_start_the_fit_anew(saved: Path) -> None:
 
 
 def test_a_part_that_there_is_not_is_an_error(saved: Path) -> None:
-    with pytest.raises(ValueError, match=r"Unknown restore for Trainer\.fit 'optimizers'\. Did you mean 'optimizer'"):
+    with pytest.raises(
+        ValueError, match=r"Unknown Trainer\.fit\(restore=\.\.\.\) part 'optimizers'\. Did you mean 'opt"
+    ):
         make().fit(Net(), loader(), ckpt_path=saved, restore=("model", "optimizers"))
 
 

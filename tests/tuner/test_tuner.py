@@ -480,7 +480,7 @@ class NoSize(TinyModule):
 
 def test_a_size_that_nobody_reads_is_an_error() -> None:
     with pytest.raises(
-        RuntimeError, match=r"Blind\.batch_size.* were set to 2, but the loader yields batches of 3, so it do"
+        RuntimeError, match=r"Blind\.batch_size.* were set to 2, but the loader yields batches of 3, so the loader do"
     ):
         tuned(9, Blind())
 
@@ -543,7 +543,7 @@ def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
         Tuner(Trainer(**QUIET)).lr_find(Manual())
     with pytest.raises(RuntimeError, match="does not work with LBFGS, which Exact uses"):
         Tuner(Trainer(**QUIET)).lr_find(Exact())
-    with pytest.raises(ValueError, match="changes accumulate_grad_batches, but that has an effect only in"):
+    with pytest.raises(ValueError, match="changes accumulate_grad_batches, which has an effect only in"):
         tuned(9, Manual(), effective_batch=8)
 
 
@@ -565,11 +565,11 @@ def test_contradictions_are_told_before_anything_runs() -> None:
         Tuner(trainer).scale_batch_size(FromHooks(), effective_batch="keep")
     with pytest.raises(ValueError, match="effective_batch='same'"):
         tuned(9, effective_batch="same")
-    with pytest.raises(ValueError, match=r"mode of scale_batch_size 'pow'\. Did you mean 'power'"):
+    with pytest.raises(ValueError, match=r"scale_batch_size mode 'pow'\. Did you mean 'power'"):
         tuned(9, mode="pow")
     with pytest.raises(ValueError, match="the counts must be at least 1"):
         tuned(9, max_trials=0)
-    with pytest.raises(ValueError, match="method of scale_batch_size 'train'"):
+    with pytest.raises(ValueError, match="scale_batch_size method 'train'"):
         tuned(9, method="train")
     with pytest.raises(ValueError, match=r"lr_find\(method='test'\) is not supported, because a learning"):
         Tuner(Trainer(**QUIET)).lr_find(Net(), method="test")  # type: ignore[arg-type]

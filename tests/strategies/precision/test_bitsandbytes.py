@@ -295,7 +295,8 @@ def test_what_is_wrong_is_said(trainer: Any, tmp_path: Path, monkeypatch: pytest
     fit.fit(Net(), batches())
     for mode in ("fp4", "nf4-dq", "int8"):
         with pytest.raises(
-            ValueError, match=f"net.0.base.weight: the weight to load has the format nf4.*, but the layer has {mode}"
+            ValueError,
+            match=f"net.0.base.weight: the weight to load has the format nf4.*, but the layer has the format {mode}",
         ):
             trainer(f"bnb.{mode}").predict(Net(), batches(), ckpt_path=tmp_path / "5.ckpt")
     monkeypatch.setattr("paceline.messages.is_installed", lambda package: package != "bitsandbytes")
