@@ -219,7 +219,7 @@ class Callback:
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called before the first epoch of a fit. A resume has already restored the counters and the optimizers.
 
-        The hook may log values and may change the optimizers.
+        The hook may log values and change the optimizers.
         """
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -231,7 +231,7 @@ class Callback:
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called before an epoch's first batch is fetched.
 
-        The hook may log values and may change the optimizers, the loaders and ``trainer.accumulate_grad_batches``.
+        The hook may log values and change the optimizers, the loaders and ``trainer.accumulate_grad_batches``.
         """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -271,7 +271,7 @@ class Callback:
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after the backward pass of each micro-batch.
 
-        Gradients may still be scaled (fp16), sharded or not yet averaged. FSDP keeps them elsewhere (``parameter.grad``
+        Gradients can still be scaled (fp16), sharded or not yet averaged. FSDP keeps them elsewhere (``parameter.grad``
         is None) until the last micro-batch of an accumulation window; DeepSpeed always keeps them elsewhere. The hook
         may log values and read the gradients. It must not clear the gradients or step an optimizer.
         """
@@ -289,13 +289,13 @@ class Callback:
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called right after the optimizer step, before the gradients are cleared.
 
-        The hook may log values and may read the clipped gradients that the step used.
+        The hook may log values and read the clipped gradients that the step used.
         """
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when validation starts, in eval mode and with gradients disabled.
 
-        The hook may log values and may swap the weights (restore them in :meth:`on_validation_end`). It must not train.
+        The hook may log values and swap the weights (restore them in :meth:`on_validation_end`). It must not train.
         """
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -318,7 +318,7 @@ class Callback:
     ) -> None:
         """Called before each validation batch, which is already on the device.
 
-        The hook may log values and may change the batch in place.
+        The hook may log values and change the batch in place.
         """
 
     def on_validation_batch_end(
@@ -332,13 +332,13 @@ class Callback:
     ) -> None:
         """Called after each validation batch; ``outputs`` is what ``validation_step`` returned.
 
-        The hook may log values and may keep ``outputs``.
+        The hook may log values and keep ``outputs``.
         """
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called when testing starts, in eval mode and with gradients disabled.
 
-        The hook may log values and may swap the weights (restore them in :meth:`on_test_end`). It must not train.
+        The hook may log values and swap the weights (restore them in :meth:`on_test_end`). It must not train.
         """
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -361,7 +361,7 @@ class Callback:
     ) -> None:
         """Called before each test batch, which is already on the device.
 
-        The hook may log values and may change the batch in place.
+        The hook may log values and change the batch in place.
         """
 
     def on_test_batch_end(
@@ -375,7 +375,7 @@ class Callback:
     ) -> None:
         """Called after each test batch; ``outputs`` is what ``test_step`` returned.
 
-        The hook may log values and may keep ``outputs``.
+        The hook may log values and keep ``outputs``.
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

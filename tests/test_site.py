@@ -297,9 +297,9 @@ def test_a_hook_of_the_reference_has_its_own_name_and_what_its_docstring_permits
     assert facts["setup"]["May"] == "add layers or data"
     assert facts["setup"]["Must not"] == "assume that the module is already on its device"
     assert facts["on_train_epoch_start"]["May"].endswith("loaders and ``trainer.accumulate_grad_batches``")
-    assert facts["on_validation_start"]["May"].startswith("log, and swap weights")
+    assert facts["on_validation_start"]["May"].startswith("log values and swap the weights")
     assert facts["prepare_data"]["May"] == "download or unpack data"
-    assert facts["on_exception"]["Ranks"] == "Each rank that fails calls it on its own."
+    assert facts["on_exception"]["Ranks"] == "Each rank that fails calls the hook independently."
 
 
 #: What readers search, and the page that should be among the first three results.

@@ -344,10 +344,10 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         optimizer: ManagedOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Run one optimizer step in automatic optimization. An override may skip steps, but must run the closure.
+        """Run one optimizer step in automatic optimization.
 
-        If there are several optimizers, ``optimizer`` represents all of them and lists them in
-        ``optimizer.optimizers``, here and in the other methods and hooks of a step.
+        An override can skip steps, but must run the closure. If there are several optimizers, ``optimizer`` represents
+        all of them and lists them in ``optimizer.optimizers``, here and in the other methods and hooks of a step.
         """
         optimizer.step(closure=optimizer_closure)
 
