@@ -269,4 +269,5 @@ def unknown(what: str, value: Any, choices: Iterable[str], more: str = "") -> st
     ``"Timer interval"``.
     """
     choices = list(choices)
-    return f"Unknown {what} {value!r}.{did_you_mean(value, choices)} Choose {names(choices)}{more}."
+    choose = f"Choose {names(choices)}{more}." if choices else "There is none."
+    return f"Unknown {what} {value!r}.{did_you_mean(value, choices)} {choose}"

@@ -67,9 +67,9 @@ def recursively_apply(
 def _applied(value: Any, func: Callable[[Any], Any], test_type: Callable[[Any], bool], name: str | None) -> Any:
     """Apply ``func`` as :func:`recursively_apply` does.
 
-    If ``name`` is not None, any other value except None raises a TypeError whose message begins with ``name``. This
-    function is not nested in :func:`recursively_apply`, because a nested function that calls itself would keep
-    ``func``, and tensors that ``func`` has stored, alive until the next garbage collection.
+    If ``name`` is not None, a value that is neither None nor one that ``func`` applies to raises a TypeError whose
+    message begins with ``name``. This function is not nested in :func:`recursively_apply`, because a nested function
+    that calls itself would keep ``func`` and the tensors that it has stored alive until the next garbage collection.
     """
     if test_type(value):
         return func(value)

@@ -44,7 +44,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """Return a copy with unset fields filled in, and with plugins that settings such as ``use_fsdp`` request."""
+        """Return a copy with unset fields filled in and with the plugins requested by settings such as ``use_fsdp``."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)

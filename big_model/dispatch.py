@@ -186,7 +186,7 @@ def _place(
     folder: str | os.PathLike[str] | None,
     offload_buffers: bool,
 ) -> None:
-    """Move each tensor to its device, and tied tensors to the device of their first name.
+    """Move each tensor to its device. A tied tensor goes to the device assigned to the first of its names.
 
     Values that are in files stay in the files.
     """

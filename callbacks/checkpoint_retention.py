@@ -226,7 +226,7 @@ class CheckpointKeeper(Checkpoint):
             messages.warn(f"The state could not be saved after the {what}: {error}")
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Return True if ``step`` was saved in a file that a fit can resume from (with ``weights``, in any file)."""
+        """Return True if ``step`` was saved in a file that a fit can resume from or, with ``weights``, in any file."""
         return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:

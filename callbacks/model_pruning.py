@@ -49,7 +49,7 @@ class ModelPruning(Callback):
         apply_pruning: whether to prune, or a function that takes the epoch and returns whether to prune.
         make_pruning_permanent: when training ends, turn the pruned weights back into plain parameters.
         use_lottery_ticket_hypothesis: after each pruning, reset the remaining weights to their values at the start of
-            training. To do so only in some epochs, pass a function that returns True for these epochs.
+            training. To do so only in some epochs, pass a function that returns True for those epochs.
         resample_parameters: with ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
             (from the module's ``reset_parameters``) instead of their initial values.
         pruning_dim: dimension of the rows or channels that a structured method removes.

@@ -458,7 +458,7 @@ def _replaced(state: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def load_current(trainer: Trainer, pl_module: TrainingModule, checkpoint: Mapping[str, Any]) -> None:
-    """Load the current weights into a module, replacing the averages that were loaded with ``state_dict``."""
+    """Load the current weights into a module, replacing the averages that were loaded from ``state_dict``."""
     trainer.strategy.load_model_state(pl_module, checkpoint[CURRENT_KEY], strict=pl_module.strict_loading is not False)
 
 

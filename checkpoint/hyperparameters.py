@@ -80,7 +80,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Any:
-        """The values that :meth:`save_hyperparameters` stored. You may change them; checkpoints store current values.
+        """The values that :meth:`save_hyperparameters` stored. They may be changed; checkpoints store the current ones.
 
         This is an :class:`AttributeDict`, or a ``DictConfig`` with its interpolations if an OmegaConf config was saved.
         """
@@ -164,7 +164,7 @@ class HyperparametersMixin:
             elif arg in arguments:
                 chosen[arg] = parsed.get(arg, arguments[arg])
             else:
-                raise ValueError(messages.unknown(f"{owner}.__init__ argument", arg, arguments or ["none"]))
+                raise ValueError(messages.unknown(f"{owner}.__init__ argument", arg, arguments))
         config = None if by_name or len(args) > 1 else args[0]
         names = [name for name, value in arguments.items() if config is not None and value is config]
         self._hparams_name = names[0] if names else "kwargs"

@@ -237,7 +237,7 @@ def _precision(asked: Any, device: torch.device) -> Precision:
     if isinstance(found, TransformerEnginePrecision):
         raise ValueError(
             f"estimate_memory does not support precision={found.name!r}, because TransformerEngine's layers need a "
-            "GPU. Use precision='bf16-true', under which weights have the same size."
+            "GPU. Use precision='bf16-true' instead; its weights take the same amount of memory."
         )
     if found.name == "16-mixed":  # overflows cannot be simulated, so leave out the scale, which takes 4 bytes
         found = MixedPrecision("16-mixed", scaler=GradScaler(device.type, enabled=False))

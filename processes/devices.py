@@ -131,7 +131,7 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
         indices = range(present if number == -1 else max(number, 0))
     if not indices:
         raise ValueError(
-            f"Trainer(devices={devices!r}) selects no device. Pass a number of 1 or more, a list of indices, -1 for "
+            f"Trainer(devices={devices!r}) selects no device. Pass a positive number, a list of indices, -1 for "
             "all devices, or 'auto'."
         )
     if kind == "cpu":

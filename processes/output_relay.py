@@ -65,7 +65,7 @@ class Relay:
                 for end in ends:
                     os.close(end)
         if self._lost is not None:
-            messages.warn(f"Some output of the ranks could not be shown: {self._lost!r}.")
+            messages.warn(f"Some of the ranks' output could not be shown: {self._lost!r}.")
 
     # ---- in a rank -------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class ScheduleWrapper:
     complete.
 
     Args:
-        schedule: a schedule of torch's profiler.
+        schedule: a schedule for torch's profiler.
     """
 
     def __init__(self, schedule: Callable[[int], ProfilerAction]) -> None:

@@ -1,4 +1,4 @@
-"""Compute the mean over all items (tokens, pixels, boxes) in an accumulation window, not over its micro-batches."""
+"""Average the loss over all items (tokens, pixels, boxes) in an accumulation window, not over its micro-batches."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class LateParameters:
             then: method to call with a parameter during the backward pass, after each change of its gradient.
 
         Returns:
-            The parameters, without those that can never get a gradient or have no values yet.
+            The parameters, except those that can never get a gradient or that have no values yet.
         """
         method = weakref.WeakMethod(then)
 

@@ -104,7 +104,10 @@ class Placement:
             self.waiting.take_memory(module, device)
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
-        """If ``synchronize``, let batch norms use all processes' batches. Called before :meth:`setup_module`."""
+        """If ``synchronize``, let batch norms compute their statistics over the batches of all processes.
+
+        Called before :meth:`setup_module`.
+        """
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Return a wrapper for a module that has been set up, or the module itself if training needs no wrapper."""

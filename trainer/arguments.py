@@ -236,7 +236,7 @@ def check_deterministic(deterministic: T, benchmark: bool | None) -> T:
     """Check that ``deterministic`` is a bool, "warn" or None, and is not combined with ``benchmark=True``."""
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
         raise ValueError(
-            messages.unknown("Trainer(deterministic=...) value", deterministic, ("warn",), ", or True or False")
+            messages.unknown("Trainer(deterministic=...) value", deterministic, ("warn",), ", True or False")
         )
     if deterministic and benchmark:
         raise ValueError(

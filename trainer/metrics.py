@@ -367,7 +367,7 @@ class MetricStore:
         return self.state.epoch
 
     def drain(self, wait: bool = True) -> None:
-        """Send values to the loggers, in order: those that have reached the host or, with ``wait``, all of them."""
+        """Send the values that have reached the host (with ``wait``, all values) to the loggers, in order."""
         while self._copies and (wait or self._copies[0].ready()):
             copy = self._copies.pop(0)
             self._write(copy.values(), copy.step, copy.epoch)

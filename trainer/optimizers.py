@@ -280,7 +280,7 @@ def _check_scheduler(scheduler: Any, owner: str, automatic: bool) -> None:
     if automatic and not callable(getattr(scheduler, "step", None)):
         raise TypeError(
             f"{owner} returned {messages.a(scheduler)} as a scheduler, but it has no step(). Return a "
-            "torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
+            "scheduler from torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
         )
 
 

@@ -27,7 +27,7 @@ def setup(run: Run, stage: str) -> None:
 
 
 def by_strategy(run: Run, name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """Return a step or transfer that the strategy runs, timed by the profiler."""
+    """Return a wrapper with which the profiler times a step or a transfer of the strategy."""
     return run.trainer.profiler.around(f"[Strategy]{type(run.strategy).__name__}.{name}", function)
 
 

@@ -84,7 +84,7 @@ class Sharing:
         self.pending.clear()
 
     def idle(self, groups: list[str] | None) -> list[str]:
-        """Join the reductions of ``groups`` (by default, all) without a batch; return the groups that had values."""
+        """Take part in the reductions of ``groups`` (by default, all) without values; return those that had some."""
         self.pending.clear()
         if not self.active or not self._settled():
             return []

@@ -50,7 +50,7 @@ class RunState:
         should_stop: whether a stop was requested (takes effect after ``min_epochs`` and ``min_steps``).
         stop_requested: whether there may be a reason to stop, in this or another process; if so, the loop checks before
             it continues.
-        saving: whether a checkpoint is being written because a signal ends the run.
+        saving: whether a checkpoint is being written because a signal is ending the run.
         boundaries: number of boundaries that this run has passed (see :mod:`.stopping`).
         evaluated: number of evaluation batches started in this run, across all stages and loaders.
     """

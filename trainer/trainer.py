@@ -271,7 +271,7 @@ class Trainer:
             self.sync_batchnorm, self.layer_sync = True, None
         elif self.layer_sync is not None and self.sync_batchnorm:
             raise ValueError(
-                f"Trainer(sync_batchnorm=True, plugins=[{type(self.layer_sync).__name__}(...)]) sets two ways to "
+                f"Trainer(sync_batchnorm=True, plugins=[{type(self.layer_sync).__name__}(...)]) asks for two ways to "
                 "synchronize layers. Leave out sync_batchnorm or the plugin."
             )
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
@@ -342,7 +342,7 @@ class Trainer:
         Args:
             model: the module; if None, the last run's module, with the weights of its best checkpoint.
             dataloaders: a loader or a list of loaders; if None, those of the DataModule or the module.
-            ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"``, ``"last"`` or ``"auto"``.
+            ckpt_path: the checkpoint to load the weights from: a path, ``"best"``, ``"last"`` or ``"auto"``.
             verbose: print the values as a table.
             datamodule: a DataModule to use instead of loaders.
             weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
@@ -426,7 +426,7 @@ class Trainer:
             datamodule: a DataModule to use instead of loaders.
             return_predictions: whether to keep the predictions; None means True. If False, only callbacks such as
                 ``BasePredictionWriter`` receive them, batch by batch.
-            ckpt_path: the checkpoint whose weights to load first, as a path, ``"best"``, ``"last"`` or ``"auto"``.
+            ckpt_path: the checkpoint to load the weights from: a path, ``"best"``, ``"last"`` or ``"auto"``.
             weights_only: if False, also load pickled objects; loading them can run code that the file specifies.
             gather: with several processes, return the predictions of all processes, in data order, on each process; if
                 False, each process returns only its own predictions.

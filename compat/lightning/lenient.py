@@ -17,14 +17,14 @@ def install() -> None:
 
 
 def overfitting_wins(check: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``check`` to warn about limits that ``overfit_batches`` replaces."""
+    """Wrap ``check`` to warn about limits that ``overfit_batches`` overrides."""
 
     def warn(overfit_batches: Any, **limits: Any) -> None:
         check(overfit_batches, fast_dev_run=limits.pop("fast_dev_run"))
         for name, value in limits.items() if overfit_batches else ():
             if value:
                 messages.warn(
-                    f"Trainer(overfit_batches={overfit_batches!r}) replaces {name}={value!r}. Pass only one of them."
+                    f"Trainer(overfit_batches={overfit_batches!r}) overrides {name}={value!r}. Pass only one of them."
                 )
 
     return warn

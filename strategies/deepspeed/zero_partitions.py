@@ -84,7 +84,7 @@ def gradients(zero: Any) -> list[Tensor]:
 
 
 def begin_backward(zero: Any, gradients_are_final: bool) -> list[Tensor]:
-    """Prepare for a backward pass; return earlier gradients that the pass would replace and that are added back later.
+    """Prepare for a backward pass; return the earlier gradients that it would overwrite, to be added back afterward.
 
     ``gradients_are_final`` says whether a backward pass since the last step has completed the gradients.
     """

@@ -492,7 +492,7 @@ class FSDPStrategy(DistributedStrategy):
         """Raise an error if trainable parameters were added after the module was sharded.
 
         Raises:
-            RuntimeError: FSDP would neither shard an added parameter nor average its gradient.
+            RuntimeError: parameters were added, which FSDP would neither shard nor average the gradients of.
         """
         if self._holder is None:  # nothing is sharded
             return

@@ -441,7 +441,7 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
     starts = [0, *(names.index(name) for name in split_points)]
     if starts != sorted(set(starts)):
         raise ValueError(
-            f"split_points={list(split_points)!r} must be in the order in which the modules run, without the first "
-            f"module ({names[0]})."
+            f"split_points={list(split_points)!r} must be in the order in which the modules run, and must not "
+            f"include the first module ({names[0]})."
         )
     return names, starts

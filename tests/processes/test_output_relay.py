@@ -74,7 +74,7 @@ def test_a_stream_that_is_closed_holds_up_no_rank_and_is_reported() -> None:
 
     with (
         contextlib.redirect_stdout(Closed()),
-        pytest.warns(PacelineWarning, match=r"Some output of the ranks.*'closed'"),
+        pytest.warns(PacelineWarning, match=r"Some of the ranks' output.*'closed'"),
     ):
         assert start(lambda: print("x" * 1_000_000) or "ended") == "ended"
 
