@@ -186,7 +186,7 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # type: ignore[override]
         self.optimizer.param_groups = groups
 
     @property
@@ -195,7 +195,7 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # type: ignore[override]
         self.optimizer.state = state
 
     @property

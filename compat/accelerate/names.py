@@ -43,7 +43,7 @@ _PLACES = {
     "accelerator.parallelism_config": (
         "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig"
     ),
-    "accelerator.plugins": ("FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration"),
+    "accelerator.plugins": "GradientAccumulationPlugin ProjectConfiguration",
     "accelerator.process_state": "AcceleratorState PartialState is_initialized",
     "accelerator.progress_bar": "tqdm",
     "accelerator.quantization": (
@@ -99,6 +99,7 @@ _PLACES = {
         "load_config_from_file parse_choice_from_env parse_flag_from_env patch_environment "
         "purge_accelerate_environment str_to_bool write_basic_config"
     ),
+    "compat.accelerate.fsdp_plugin": "FullyShardedDataParallelPlugin",
     "compat.accelerate.gradient_state": "GradientState",
     "compat.accelerate.inference": "prepare_pippy",
     "compat.accelerate.loader_classes": (
