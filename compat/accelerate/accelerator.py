@@ -111,6 +111,7 @@ class Accelerator(Attributes):
         self._deepspeed_steps: int | None = None  # micro-batches per update in the plugin's configuration
         if isinstance(self._deepspeed, DeepSpeedPlugin):
             self._deepspeed.set_mixed_precision(self.mixed_precision)
+            self._deepspeed.deepspeed_config.setdefault("gradient_accumulation_steps", self.gradient_accumulation_steps)
         # Loops for Accelerate skip to the resume position themselves, except with stateful data loaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.states.folders = _Folders(self.strategy, self.project_configuration)

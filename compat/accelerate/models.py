@@ -172,6 +172,13 @@ def load_fsdp_optimizer(
     optimizer.strategy.load_optimizer_state(module, optimizer.optimizer, state)
 
 
+def fsdp2_prepare_model(accelerator: own.Accelerator, model: nn.Module) -> nn.Module:
+    """Shard a model that no optimizer trains, such as a reference model. Saved states do not contain it."""
+    found = accelerator.prepare_model(model, evaluation_mode=True)
+    accelerator.prepared.unsaved.add(id(found))
+    return found
+
+
 def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
     if adapter_only and is_peft_model(model):
         raise NotImplementedError(

@@ -107,7 +107,7 @@ _PLACES = {
     ),
     "compat.accelerate.memory": "find_executable_batch_size",
     "compat.accelerate.models": (
-        "clean_state_dict_for_safetensors compile_regions get_module_children_bottom_up "
+        "clean_state_dict_for_safetensors compile_regions fsdp2_prepare_model get_module_children_bottom_up "
         "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
         "save_fsdp_model save_fsdp_optimizer"
     ),
@@ -217,7 +217,7 @@ _LEFT_OUT = {
     "Paceline's checkpoints contain sharded states. Use accelerator.save_state() and accelerator.load_state(), and "
     "accelerator.get_state_dict(model) for full weights": (
         "compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names "
-        "fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model "
+        "fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy "
         "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler load_accelerator_state load_custom_state "
         "merge_fsdp_weights save_accelerator_state save_custom_state"
     ),

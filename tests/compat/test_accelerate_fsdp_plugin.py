@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +26,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
 from paceline.accelerator.plugins import FullyShardedDataParallelPlugin as Plain
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.details import get_parameters_from_modules
 from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin as Plugin
+from paceline.compat.accelerate.models import fsdp2_prepare_model
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 #: Fields as they are written, and as they are read.
@@ -177,3 +180,23 @@ def _sharded_by_the_script() -> Any:
 
 def test_a_script_can_shard_another_model_with_the_fields() -> None:
     assert ranks(2, _sharded_by_the_script) == [torch.bfloat16] * 2
+
+
+def _reference(folder: Path) -> Any:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin())
+    model, reference = nn.Linear(2, 1), nn.Linear(2, 1)
+    inputs = torch.ones(1, 2)
+    expected = reference(inputs).item()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = fsdp2_prepare_model(accelerator, reference)
+    loss = model(inputs).sum() - reference(inputs).detach().sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    accelerator.save_state(folder)
+    sharded = isinstance(reference.weight, DTensor)
+    return sharded, reference(inputs).item() == pytest.approx(expected), len(accelerator._models)
+
+
+def test_a_reference_model_is_sharded_and_not_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert ranks(2, _reference, tmp_path / "state") == [(True, True, 1)] * 2
