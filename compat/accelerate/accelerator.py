@@ -107,7 +107,7 @@ class Accelerator(Attributes):
         if kwargs.get("fsdp_plugin") is None and resolve()["use_fsdp"]:
             kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         super().__init__(*args, **kwargs)
-        self._deepspeed = self.state.deepspeed_plugin
+        self._deepspeed, self._fsdp_plugin = self.state.deepspeed_plugin, self.state.fsdp_plugin
         self._deepspeed_steps: int | None = None  # micro-batches per update in the plugin's configuration
         if isinstance(self._deepspeed, DeepSpeedPlugin):
             self._deepspeed.set_mixed_precision(self.mixed_precision)
@@ -148,9 +148,8 @@ class Accelerator(Attributes):
         return found
 
     def _apply_plugin(self) -> None:
-        plugin = self.state.fsdp_plugin
-        if isinstance(plugin, FullyShardedDataParallelPlugin):
-            plugin.apply_changes(self.strategy)
+        if isinstance(self._fsdp_plugin, FullyShardedDataParallelPlugin):
+            self._fsdp_plugin.apply_changes(self.strategy)
 
     def _mark_models(self) -> None:
         for model in self._models:

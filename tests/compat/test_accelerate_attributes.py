@@ -186,6 +186,12 @@ def test_prepared_objects_know_their_states() -> None:
     assert AcceleratedScheduler(inner, optimizer).split_batches is False
 
 
+def test_an_accelerator_whose_state_was_reset_still_prepares() -> None:
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state()
+    assert len(accelerator.prepare(DataLoader(LINES))) == 8
+
+
 def test_a_prepared_loader_says_where_batches_go_and_what_is_skipped() -> None:
     loader: Any = Accelerator(cpu=True).prepare(DataLoader(LINES, batch_size=2, generator=torch.Generator()))
     assert (loader.device, loader.rng_types, loader.skip_batches) == (torch.device("cpu"), [], 0)
