@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -160,15 +160,9 @@ class GradientState:
         return self.active_dataloader is not None
 
     @property
-    def plugin_kwargs(self) -> dict[str, Any]:
-        """A dict of the ``GradientAccumulationPlugin`` fields that differ from their defaults."""
-        fields = {
-            "num_steps": (self.num_steps, None),
-            "adjust_scheduler": (self.adjust_scheduler, True),
-            "sync_with_dataloader": (self.sync_with_dataloader, True),
-            "sync_each_batch": (self.sync_each_batch, False),
-        }
-        return {name: value for name, (value, default) in fields.items() if value != default}
+    def plugin_kwargs(self) -> PluginFields:
+        """The fields of the ``GradientAccumulationPlugin`` that are not at their defaults. They can be set."""
+        return PluginFields(self)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set ``sync_gradients`` for loops that fetch all batches of a window first, such as transformers.Trainer.
@@ -234,6 +228,43 @@ class GradientState:
                 f"The last batch differs in size between processes, but its loss was not weighted, {why}. Pass "
                 "num_items to backward with every loss, or drop the incomplete batch (drop_last=True)."
             )
+
+
+class PluginFields(MutableMapping[str, Any]):
+    """The fields of a ``GradientAccumulationPlugin`` that differ from their defaults. Setting one changes the state."""
+
+    defaults: Mapping[str, Any] = {
+        "num_steps": None,
+        "adjust_scheduler": True,
+        "sync_with_dataloader": True,
+        "sync_each_batch": False,
+    }
+
+    def __init__(self, state: GradientState) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in iter(self):
+            raise KeyError(name)
+        return getattr(self._state, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.defaults:
+            raise KeyError(messages.unknown("GradientAccumulationPlugin field", name, self.defaults))
+        setattr(self._state, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        """Restore a field's default; one micro-batch per window for ``num_steps``."""
+        self[name] = 1 if name == "num_steps" else self.defaults[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, default in self.defaults.items() if getattr(self._state, name) != default)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class Window:

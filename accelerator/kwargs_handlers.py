@@ -124,6 +124,28 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Return only the arguments of DistributedDataParallel or, with ``ignore_keys=()``, every field."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
+    def register_comm_hook(self, model: Any) -> None:
+        """Register ``comm_hook`` on a DistributedDataParallel model that the script created itself.
+
+        Models from ``accelerator.prepare`` already have the hook.
+
+        Raises:
+            TypeError: the model is not a DistributedDataParallel model.
+        """
+        if self.comm_hook is DDPCommunicationHookType.NO:
+            return
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"DistributedDataParallelKwargs.register_comm_hook got {messages.a(model)}, which does not average "
+                "gradients. Pass a DistributedDataParallel model; accelerator.prepare(model) registers the hook of "
+                "Accelerator(kwargs_handlers=[...]) itself."
+            )
+        from ..strategies.ddp import state_and_hook
+
+        found = self.options()
+        names = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
+        model.register_comm_hook(*state_and_hook(*(found.get(name) for name in names)))
+
     def options(self) -> dict[str, Any]:
         """Return the arguments for DDPStrategy."""
         hook, wrapper = str(self.comm_hook), str(self.comm_wrapper)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,6 +62,7 @@ class AcceleratedOptimizer(Optimizer):
         self._state_of_gradients = state
         self.step_was_skipped = self._steps = False
         self._clip_norm = clip_norm
+        self._takes_set_to_none = _takes_set_to_none(optimizer)
         self.updates = 0
         self.belongs_to(placements)
 
@@ -147,13 +149,17 @@ class AcceleratedOptimizer(Optimizer):
         """Clear gradients; does nothing while gradients accumulate, or before the backward pass of a micro-batch.
 
         Args:
-            set_to_none: same as for torch's optimizers.
+            set_to_none: same as for torch's optimizers. An optimizer whose own ``zero_grad`` has no such argument
+                clears its gradients in its own way.
         """
         state = self._state_of_gradients
         window = state.window
         used = window.counted or window.free or id(self) in window.stepped
         if (state.sync_gradients and used) or not window.count:
-            self.optimizer.zero_grad(set_to_none)
+            if self._takes_set_to_none or not set_to_none:
+                self.optimizer.zero_grad(set_to_none)
+            else:
+                self.optimizer.zero_grad()
             window.cleared = window.count > 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -179,15 +185,27 @@ class AcceleratedOptimizer(Optimizer):
         _refuse_scaler(self.scales or self._state_of_gradients.num_steps > 1)
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # type: ignore[override]
+        self.optimizer.param_groups = groups
+
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state."""
         return self.optimizer.state
 
+    @state.setter
+    def state(self, state: Any) -> None:  # type: ignore[override]
+        self.optimizer.state = state
+
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer" or name.startswith("__"):
@@ -217,6 +235,17 @@ class AcceleratedOptimizer(Optimizer):
                 optimizers.add(id(self))
         for parameter, gradient in state["gradients"]:
             parameter.grad = gradient
+
+
+def _takes_set_to_none(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer's ``zero_grad`` accepts an argument; those of some packages do not."""
+    try:
+        inspect.signature(optimizer.zero_grad).bind(True)
+    except TypeError:
+        return False
+    except ValueError:  # a compiled function without a signature
+        pass
+    return True
 
 
 def _refuse_scaler(accelerating: bool) -> None:

@@ -18,7 +18,7 @@ from .. import messages
 from ..settings import fill, if_set
 from ..strategies.compile_networks import compile_repeated
 from ..strategies.deepspeed.settings import DeepSpeedSettings
-from ..strategies.fsdp.settings import FSDPSettings
+from ..strategies.fsdp.settings import MIN_NUM_PARAMS, FSDPSettings, offload_policy
 from ..strategies.recompile_watch import watch_compiling
 from .enums import BackendName, DynamoBackend
 from .kwargs_handlers import KwargsHandler
@@ -260,6 +260,38 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         if override or self.mixed_precision_policy is None:
             replace(self, mixed_precision_policy=mixed_precision).options()
             self.mixed_precision_policy = mixed_precision
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Replace a policy that is set by name (other than ``"no_wrap"``) with torch's policy for this model.
+
+        Args:
+            model: its ``_no_split_modules``, if any, are the class names of the blocks if
+                ``transformer_cls_names_to_wrap`` is not set.
+
+        Raises:
+            ValueError: no module of the model has the class of a block.
+        """
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        word = None if isinstance(self.auto_wrap_policy, partial) else self.wrapping()
+        if word == "SIZE_BASED_WRAP":
+            least = int(self.min_num_params or MIN_NUM_PARAMS)
+            self.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=least)
+        elif word == "TRANSFORMER_BASED_WRAP":
+            wanted = self.class_names() or list(getattr(model, "_no_split_modules", None) or ())
+            classes = {type(module).__name__: type(module) for module in model.modules()}
+            for name in wanted:
+                if name not in classes:
+                    raise ValueError(
+                        f"{type(self).__name__}: {messages.unknown('class of modules', name, classes)}. These are the "
+                        f"classes in {type(model).__name__}; set transformer_cls_names_to_wrap."
+                    )
+            blocks = {classes[name] for name in wanted}
+            self.auto_wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=blocks)
+
+    def set_cpu_offload(self) -> None:
+        """Replace ``cpu_offload`` with the policy for it that ``fully_shard`` takes."""
+        self.cpu_offload = offload_policy(self.arguments().get("cpu_offload", False))
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set ``state_dict_type`` for Accelerators that are created later; existing ones keep their checkpoint format.

@@ -261,7 +261,8 @@ def _unchanged(value: Any) -> Any:
 def full_value(tensor: Tensor) -> Tensor:
     """Return the full value of a DTensor, or any other tensor unchanged.
 
-    All processes that hold a part of the DTensor must call this. Without this, ``item()`` on the norm of a sharded parameter would return only this process's part.
+    All processes that hold a part of the DTensor must call this. Without this, ``item()`` on the norm of a sharded
+    parameter would return only this process's part.
     """
     return tensor.full_tensor() if is_in_parts(tensor) else tensor  # type: ignore[operator]
 

@@ -178,7 +178,7 @@ class DDPStrategy(DistributedStrategy):
         if self.talks and self.ddp_options.get("init_sync", True):
             same_tensors(statistics_of(module), self.data_group)  # DistributedDataParallel does not broadcast these
         if self.hook[0] is not None:
-            self._wrapped.register_comm_hook(*_state_and_hook(*self.hook))
+            self._wrapped.register_comm_hook(*state_and_hook(*self.hook))
         return self._wrapped
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -485,7 +485,7 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
     return parameter.dtype, parameter.device, parameter.shape
 
 
-def _state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:
+def state_and_hook(hook: Any, state: Any, wrapper: Any) -> tuple[Any, Callable[..., Any]]:
     """Return the communication state and hook to register with torch; the user may have passed the hook by name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

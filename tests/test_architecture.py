@@ -320,6 +320,7 @@ REPEATED = {
     "Accelerator": "Accelerate's, the stand-in's, and Lightning's kind of device",
     "DataLoaderShard": "the type that programs construct, and the type of a prepared loader",
     "DeepSpeedPlugin": "the stand-in's",
+    "FullyShardedDataParallelPlugin": "the stand-in's",
     "GradientState": "the stand-in's",
     "ParallelismConfig": "the stand-in's",
     "ThroughputMonitor": "Lightning's callback, and Fabric's helper",

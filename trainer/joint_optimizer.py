@@ -45,10 +45,10 @@ class JointOptimizer(Optimizer):
             optimizer.step(**arguments)
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all optimizers."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients of all optimizers by calling each one's ``zero_grad`` with these arguments."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
+            optimizer.zero_grad(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -113,11 +113,11 @@ class ManagedOptimizer:
 
         return evaluate
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of this optimizer's parameters."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients of this optimizer's parameters by calling its ``zero_grad`` with these arguments."""
         for hook in () if self._run is None else self._run.hooks.on_before_zero_grad:
             hook(self.optimizer)
-        self.optimizer.zero_grad(set_to_none)
+        self.optimizer.zero_grad(*args, **kwargs)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

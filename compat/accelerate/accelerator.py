@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from ...accelerator.schedulers import AcceleratedScheduler
 from ...accelerator.state_folders import Folders
 from ...checkpoint.storage import Location
 from ...settings import resolve
+from .attributes import Attributes
 from .deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, created
 from .engine_methods import EngineMethods
 from .evaluation import note_items, once_per_sample
+from .fsdp_plugin import FullyShardedDataParallelPlugin
 from .gradient_state import newest_is
 from .loader_classes import prepared
 from .loaders import DataLoaderShard
@@ -38,6 +41,10 @@ class _Folders(Folders):
             "the script names and deletes states itself (automatic_checkpoint_naming is False)",
             total_limit=None if self.project.automatic_checkpoint_naming else self.project.total_limit,
         )
+
+
+class MissingStateError(FileNotFoundError, ValueError):
+    """The folder of a state does not exist (Accelerate raises a ValueError), or lacks files (a FileNotFoundError)."""
 
 
 class ModelList(MutableSequence[nn.Module]):
@@ -86,7 +93,7 @@ class ModelList(MutableSequence[nn.Module]):
             self._prepared.model(model, place=False, evaluation=True)
 
 
-class Accelerator(accelerator.Accelerator):
+class Accelerator(Attributes):
     """Paceline's Accelerator, with additional behavior that loops written for Accelerate rely on."""
 
     @functools.wraps(accelerator.Accelerator.__init__)
@@ -99,17 +106,20 @@ class Accelerator(accelerator.Accelerator):
         given = kwargs.get("deepspeed_plugin") or kwargs.get("deepspeed_plugins")
         if not given and resolve()["use_deepspeed"]:
             kwargs["deepspeed_plugin"] = DeepSpeedPlugin()
+        if kwargs.get("fsdp_plugin") is None and resolve()["use_fsdp"]:
+            kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         super().__init__(*args, **kwargs)
-        self._deepspeed = self.state.deepspeed_plugin
+        self._deepspeed, self._fsdp_plugin = self.state.deepspeed_plugin, self.state.fsdp_plugin
         self._deepspeed_steps: int | None = None  # micro-batches per update in the plugin's configuration
         if isinstance(self._deepspeed, DeepSpeedPlugin):
             self._deepspeed.set_mixed_precision(self.mixed_precision)
+            self._deepspeed.deepspeed_config.setdefault("gradient_accumulation_steps", self.gradient_accumulation_steps)
         # Loops for Accelerate skip to the resume position themselves, except with stateful data loaders.
         self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         self.states.folders = _Folders(self.strategy, self.project_configuration)
         self.prepared.loader_kind = prepared
         self.prepared.optimizer_kind = prepared_optimizer
-        self.prepared.scheduler_kind = prepared_scheduler
+        self.prepared.scheduler_kind = partial(prepared_scheduler, self.dataloader_config.split_batches)
         newest_is(self.gradient_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -124,6 +134,7 @@ class Accelerator(accelerator.Accelerator):
                 self._deepspeed_steps = self._deepspeed.fill(objects, steps, self.strategy.num_data_ranks, split)
                 self.prepared.clip_norm = self._deepspeed.clip_norm
             objects = tuple(created(objects, self._deepspeed))
+        self._apply_plugin()
         found = super().prepare(*objects, device_placement=device_placement)
         self._mark_models()
         self._tell_schedules()
@@ -133,9 +144,14 @@ class Accelerator(accelerator.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare one model."""
+        self._apply_plugin()
         found = super().prepare_model(model, device_placement, evaluation_mode)
         self._mark_models()
         return found
+
+    def _apply_plugin(self) -> None:
+        if isinstance(self._fsdp_plugin, FullyShardedDataParallelPlugin):
+            self._fsdp_plugin.apply_changes(self.strategy)
 
     def _mark_models(self) -> None:
         for model in self._models:
@@ -153,8 +169,16 @@ class Accelerator(accelerator.Accelerator):
         return super().save_state(self._one_folder(output_dir), *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Like ``paceline.Accelerator.load_state``, but uses process 0's folder if processes pass different folders."""
-        super().load_state(self._one_folder(input_dir), *args, **kwargs)
+        """Like ``paceline.Accelerator.load_state``, but if processes pass different folders, process 0's is used.
+
+        Raises:
+            MissingStateError: the state does not exist.
+        """
+        folder = self._one_folder(input_dir)
+        try:
+            super().load_state(folder, *args, **kwargs)
+        except FileNotFoundError as error:
+            raise MissingStateError(*error.args) from None
 
     def _one_folder(self, folder: Any) -> Any:
         """Return process 0's folder; if the processes' folders differ, report this once."""

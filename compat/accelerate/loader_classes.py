@@ -82,6 +82,8 @@ class DataLoaderShard(DataLoaderAdapter):
         **kwargs: arguments of DataLoader. Accelerate's private arguments are accepted and ignored.
     """
 
+    _synchronized: tuple[Sequence[str], torch.Generator | None] = ((), None)
+
     def __init__(
         self,
         dataset: Any,
@@ -96,8 +98,18 @@ class DataLoaderShard(DataLoaderAdapter):
         self._set_up(DataLoader(dataset, **_public(kwargs)), strategy, config, skip_batches, device is not None)
         vars(self)["_synchronized"] = (list(map(str, rng_types or ())), synchronized_generator)
 
+    @property
+    def rng_types(self) -> list[str]:
+        """RNG states that all processes copy from process 0 when a pass begins."""
+        return list(self._synchronized[0]) or super().rng_types
+
+    @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator that all processes copy from process 0 if ``rng_types`` contains ``"generator"``."""
+        return self._synchronized[1] or super().synchronized_generator
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        kinds, generator = vars(self).get("_synchronized", ((), None))
+        kinds, generator = self._synchronized
         if kinds:
             synchronize_rng_states(kinds, generator)
         return super().__iter__()

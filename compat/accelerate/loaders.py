@@ -88,6 +88,41 @@ class DataLoaderShard(PreparedLoader):
         """The loader that yields the batches of all processes."""
         return self.base
 
+    @property
+    def device(self) -> torch.device | None:
+        """The device that batches are moved to; None if they stay where the dataset puts them."""
+        return self.strategy.device if self.device_placement else None
+
+    @device.setter
+    def device(self, device: torch.device | str | None) -> None:
+        if device is not None and torch.device(device) != self.strategy.device:
+            raise ValueError(
+                f"A prepared loader got device={str(device)!r}, but its batches can only be moved to this process's "
+                f"device, {self.strategy.device}. Set device to None, and move the batches in the loop."
+            )
+        self.device_placement = device is not None
+
+    @property
+    def rng_types(self) -> list[str]:
+        """RNG states that all processes copy from process 0 when a pass begins."""
+        return list(self._rng_types)
+
+    @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator of the loader's sampler, which is the same on all processes; None if it has none."""
+        return getattr(self._sampler, "generator", None)
+
+    @property
+    def skip_batches(self) -> int:
+        """Number of batches that are skipped at the beginning of each pass."""
+        return self._skip
+
+    @skip_batches.setter
+    def skip_batches(self, num_batches: int) -> None:
+        if num_batches < 0:
+            raise ValueError(f"A prepared loader got skip_batches={num_batches}, which is negative. Set 0 or more.")
+        vars(self)["_skip"] = num_batches
+
     def begin(self) -> None:
         """Record that a pass has begun, for code that reads the batches without iterating over this loader."""
         self.reset()

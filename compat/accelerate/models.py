@@ -113,10 +113,11 @@ def save_fsdp_model(
     output_dir: str | os.PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Write a prepared model's weights to ``pytorch_model_fsdp.bin``. Every process must call this."""
     _refuse_adapters(model, adapter_only)
-    _tell_whole("save_fsdp_model", fsdp_plugin)
+    _tell_whole("save_fsdp_model", fsdp_plugin, use_dcp)
     _write(accelerator, accelerator.get_state_dict(model), _path(output_dir, "pytorch_model_fsdp", model_index))
 
 
@@ -127,9 +128,11 @@ def load_fsdp_model(
     input_dir: str | os.PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> Any:
     """Load a file written by :func:`save_fsdp_model`; return keys that do not match. Every process must call this."""
     _refuse_adapters(model, adapter_only)
+    _tell_whole("load_fsdp_model", None, use_dcp)
     placement = accelerator.prepared.placement(model, "load_fsdp_model")
     state = _read(_path(input_dir, "pytorch_model_fsdp", model_index))
     return placement.strategy.load_model_state(placement.module, state)
@@ -142,9 +145,10 @@ def save_fsdp_optimizer(
     model: nn.Module,
     output_dir: str | os.PathLike[str],
     optimizer_index: int = 0,
+    use_dcp: bool = True,
 ) -> None:
     """Write a prepared optimizer's state to ``optimizer.bin``. Every process must call this."""
-    _tell_whole("save_fsdp_optimizer", fsdp_plugin)
+    _tell_whole("save_fsdp_optimizer", fsdp_plugin, use_dcp)
     module = accelerator.prepared.placement(model, "save_fsdp_optimizer").module
     state = optimizer.strategy.optimizer_state(module, optimizer.optimizer)
     _write(accelerator, state, _path(output_dir, "optimizer", optimizer_index))
@@ -158,12 +162,21 @@ def load_fsdp_optimizer(
     input_dir: str | os.PathLike[str],
     optimizer_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Load a file written by :func:`save_fsdp_optimizer`. Every process must call this."""
     _refuse_adapters(model, adapter_only)
+    _tell_whole("load_fsdp_optimizer", None, use_dcp)
     module = accelerator.prepared.placement(model, "load_fsdp_optimizer").module
     state = _read(_path(input_dir, "optimizer", optimizer_index))
     optimizer.strategy.load_optimizer_state(module, optimizer.optimizer, state)
+
+
+def fsdp2_prepare_model(accelerator: own.Accelerator, model: nn.Module) -> nn.Module:
+    """Shard a model that no optimizer trains, such as a reference model. Saved states do not contain it."""
+    found = accelerator.prepare_model(model, evaluation_mode=True)
+    accelerator.prepared.unsaved.add(id(found))
+    return found
 
 
 def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
@@ -174,12 +187,14 @@ def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
         )
 
 
-def _tell_whole(where: str, fsdp_plugin: Any) -> None:
+def _tell_whole(where: str, fsdp_plugin: Any, use_dcp: bool) -> None:
     asked = str(getattr(fsdp_plugin, "state_dict_type", None))
     messages.ignored(
         where,
         "these files always contain the full state, whereas accelerator.save_state() can save shards",
+        unless=True,
         state_dict_type=asked if "SHARDED" in asked.upper() else None,
+        use_dcp=use_dcp,
     )
 
 

@@ -43,7 +43,7 @@ _PLACES = {
     "accelerator.parallelism_config": (
         "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig"
     ),
-    "accelerator.plugins": ("FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration"),
+    "accelerator.plugins": "GradientAccumulationPlugin ProjectConfiguration",
     "accelerator.process_state": "AcceleratorState PartialState is_initialized",
     "accelerator.progress_bar": "tqdm",
     "accelerator.quantization": (
@@ -99,6 +99,7 @@ _PLACES = {
         "load_config_from_file parse_choice_from_env parse_flag_from_env patch_environment "
         "purge_accelerate_environment str_to_bool write_basic_config"
     ),
+    "compat.accelerate.fsdp_plugin": "FullyShardedDataParallelPlugin",
     "compat.accelerate.gradient_state": "GradientState",
     "compat.accelerate.inference": "prepare_pippy",
     "compat.accelerate.loader_classes": (
@@ -106,7 +107,7 @@ _PLACES = {
     ),
     "compat.accelerate.memory": "find_executable_batch_size",
     "compat.accelerate.models": (
-        "clean_state_dict_for_safetensors compile_regions get_module_children_bottom_up "
+        "clean_state_dict_for_safetensors compile_regions fsdp2_prepare_model get_module_children_bottom_up "
         "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
         "save_fsdp_model save_fsdp_optimizer"
     ),
@@ -216,7 +217,7 @@ _LEFT_OUT = {
     "Paceline's checkpoints contain sharded states. Use accelerator.save_state() and accelerator.load_state(), and "
     "accelerator.get_state_dict(model) for full weights": (
         "compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names "
-        "fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model "
+        "fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy "
         "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler load_accelerator_state load_custom_state "
         "merge_fsdp_weights save_accelerator_state save_custom_state"
     ),

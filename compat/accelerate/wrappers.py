@@ -8,9 +8,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ... import messages
-from ...accelerator import optimizers, schedulers
+from ...accelerator import accumulation, optimizers, schedulers
 from ...accelerator.accumulation import Window
-from ...accelerator.process_state import PartialState
+from ...accelerator.process_state import AcceleratorState, PartialState
+from .attributes import replace_scaler
 from .gradient_state import GradientState
 
 
@@ -29,6 +30,28 @@ class AcceleratedOptimizer(optimizers.AcceleratedOptimizer):
         if not hasattr(state, "window"):  # there is no Accelerator
             state.window = Window(state, strategy)
         super().__init__(optimizer, strategy, state)
+
+    #: The optimizer's state is always on the device of its parameters.
+    device_placement = True
+
+    @property
+    def scaler(self) -> Any:
+        """The ``GradScaler`` for fp16; None if losses are not scaled."""
+        return self.strategy.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        replace_scaler(self.strategy, scaler)
+
+    @property
+    def gradient_state(self) -> accumulation.GradientState:
+        """The state of the Accelerator's accumulation window."""
+        return self._state_of_gradients
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state of the newest Accelerator."""
+        return AcceleratorState()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that a step has used, and keep all others."""
@@ -58,6 +81,12 @@ class AcceleratedScheduler(schedulers.AcceleratedScheduler):
     ) -> None:
         found: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         super().__init__(scheduler, found, GradientState(), step_with_optimizer)
+        self.split_batches = split_batches
+
+    @property
+    def gradient_state(self) -> accumulation.GradientState:
+        """The state of the Accelerator's accumulation window."""
+        return self._state_of_gradients
 
 
 def prepared_optimizer(*args: Any) -> AcceleratedOptimizer:
@@ -67,8 +96,9 @@ def prepared_optimizer(*args: Any) -> AcceleratedOptimizer:
     return found
 
 
-def prepared_scheduler(*args: Any) -> AcceleratedScheduler:
-    """Create the scheduler that ``prepare`` returns. The arguments are those of the scheduler's base class."""
+def prepared_scheduler(split_batches: bool, *args: Any) -> AcceleratedScheduler:
+    """Create the scheduler that ``prepare`` returns. The other arguments are those of the scheduler's base class."""
     found = object.__new__(AcceleratedScheduler)
     schedulers.AcceleratedScheduler.__init__(found, *args)
+    found.split_batches = split_batches
     return found

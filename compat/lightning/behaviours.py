@@ -531,9 +531,9 @@ def _returning(step: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+def _zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Clear the gradients without ``on_before_zero_grad``."""
-    optimizer.optimizer.zero_grad(set_to_none)
+    optimizer.optimizer.zero_grad(*args, **kwargs)
 
 
 def _same_state(state: Any, other: Any) -> bool:

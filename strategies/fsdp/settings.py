@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from ... import messages
+from ...devices.kinds import present
 from ...settings import fill
 from ...torch_private import classes_of_policy, function_of_policy
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import OffloadPolicy
     from typing_extensions import Self
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -90,24 +92,29 @@ class FSDPSettings:
             ValueError: a field has an unknown value, or two fields contradict each other.
             NotImplementedError: Paceline does not support a field.
         """
+        found = self.arguments()
+        self._say()
+        return found
+
+    def arguments(self) -> dict[str, Any]:
+        """Like :meth:`options`, but report nothing."""
         self._refuse()
         found: dict[str, Any] = {
             **self._sharding(),
             "wrap": self._wrap(),
             "cpu_offload": _offload(self.cpu_offload) or None,
-            "activation_checkpointing": _truth(self.activation_checkpointing) or None,
+            "activation_checkpointing": is_true(self.activation_checkpointing) or None,
             "mixed_precision": _policy(self.mixed_precision_policy),
             "ignored_modules": self.ignored_modules or None,
         }
         if self.state_dict_type is not None:
-            kind = _word("state_dict_type", self.state_dict_type, STATES)
+            kind = as_word("state_dict_type", self.state_dict_type, STATES)
             if kind == "LOCAL_STATE_DICT":
                 raise ValueError(
                     f"{type(self).__name__}: FSDP2 has no state_dict_type='LOCAL_STATE_DICT'. Use "
                     "'SHARDED_STATE_DICT', which can be loaded with any number of processes."
                 )
             found["state_dict_type"] = "sharded" if kind == "SHARDED_STATE_DICT" else "full"
-        self._say()
         return {name: value for name, value in found.items() if value is not None}
 
     def _refuse(self) -> None:
@@ -130,13 +137,15 @@ class FSDPSettings:
     def _sharding(self) -> dict[str, Any]:
         asked, reshard = self.sharding_strategy, self.reshard_after_forward
         if reshard is not None and not _is_truth(reshard):
-            if asked is not None and _word("", asked, SHARDING) != _word("reshard_after_forward", reshard, SHARDING):
+            if asked is not None and as_word("", asked, SHARDING) != as_word(
+                "reshard_after_forward", reshard, SHARDING
+            ):
                 raise ValueError(
                     f"{type(self).__name__}: sharding_strategy={asked!r} and reshard_after_forward={reshard!r} "
                     "contradict each other. Leave one out."
                 )
             asked, reshard = reshard, None
-        name = None if asked is None else _word("sharding_strategy", asked, SHARDING)
+        name = None if asked is None else as_word("sharding_strategy", asked, SHARDING)
         if name == "NO_SHARD":
             raise ValueError(
                 f"{type(self).__name__}(sharding_strategy='NO_SHARD') shards nothing, which is the same as DDP. Leave "
@@ -145,31 +154,46 @@ class FSDPSettings:
         keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
         if self.fsdp_version == 1:
             reshard = None  # the sharding strategy decides this; launchers set both
-        if keeps and reshard is not None and _truth(reshard):
+        if keeps and reshard is not None and is_true(reshard):
             raise ValueError(
                 f"{type(self).__name__}(sharding_strategy={name!r}) keeps weights unsharded from forward to backward, "
                 f"but reshard_after_forward={reshard!r} frees the weights. Leave one out."
             )
-        keeps = keeps or (reshard is not None and not _truth(reshard))
+        keeps = keeps or (reshard is not None and not is_true(reshard))
         return {
             "sharding": "hybrid" if name in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") else None,
             "reshard_after_forward": False if keeps else None,
         }
 
     def _wrap(self) -> Any:
-        policy, names, least = self.auto_wrap_policy, self._class_names(), self.min_num_params
-        if policy is not None and not isinstance(policy, str):
-            return _torch_policy(policy)
+        policy, names, least = self.auto_wrap_policy, self.class_names(), self.min_num_params
         if policy is None:
             return names or (int(least) if least else "auto")
-        word = _word("auto_wrap_policy", policy, WRAPPING)
+        word = self.wrapping()
+        if word is None or isinstance(policy, functools.partial):
+            return _torch_policy(policy)
         if word == "NO_WRAP":
             return "root"
         if word == "SIZE_BASED_WRAP":
             return int(least) if least else MIN_NUM_PARAMS
         return names or "auto"
 
-    def _class_names(self) -> list[str]:
+    def wrapping(self) -> str | None:
+        """Return the word for ``auto_wrap_policy``; None if it is not set, or is another function than torch's two."""
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        policy = self.auto_wrap_policy
+        if isinstance(policy, str):
+            return as_word("auto_wrap_policy", policy, WRAPPING)
+        function = policy.func if isinstance(policy, functools.partial) else policy
+        torchs = {
+            transformer_auto_wrap_policy: "TRANSFORMER_BASED_WRAP",
+            size_based_auto_wrap_policy: "SIZE_BASED_WRAP",
+        }
+        return torchs.get(function) if inspect.isfunction(function) else None
+
+    def class_names(self) -> list[str]:
+        """Return ``transformer_cls_names_to_wrap`` as a list."""
         names = self.transformer_cls_names_to_wrap or []
         return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else list(names)
 
@@ -179,12 +203,12 @@ class FSDPSettings:
         asked = {
             "fsdp_version": self.fsdp_version == 1,
             "backward_prefetch": prefetch is not None
-            and _word("backward_prefetch", prefetch, PREFETCH) != "BACKWARD_PRE",
-            "forward_prefetch": _truth(self.forward_prefetch),
+            and as_word("backward_prefetch", prefetch, PREFETCH) != "BACKWARD_PRE",
+            "forward_prefetch": is_true(self.forward_prefetch),
             "limit_all_gathers": not self.limit_all_gathers,
-            "use_orig_params": original is not None and not _truth(original),
-            "sync_module_states": synced is not None and not _truth(synced),
-            "cpu_ram_efficient_loading": _truth(self.cpu_ram_efficient_loading),
+            "use_orig_params": original is not None and not is_true(original),
+            "sync_module_states": synced is not None and not is_true(synced),
+            "cpu_ram_efficient_loading": is_true(self.cpu_ram_efficient_loading),
             "state_dict_config": True,
             "optim_state_dict_config": True,
         }
@@ -199,16 +223,13 @@ class FSDPSettings:
     def _say_wrapping(self) -> None:
         """Report fields that the chosen wrapping policy does not use."""
         classes, least = "transformer_cls_names_to_wrap", "min_num_params"
-        unused = {classes: self._class_names() or None, least: self.min_num_params or None}
+        unused = {classes: self.class_names() or None, least: self.min_num_params or None}
         policy, decides = self.auto_wrap_policy, "auto_wrap_policy"
         if policy is None:
             decides, used = classes, classes if unused[classes] else least
-        elif isinstance(policy, str):
-            word = _word("auto_wrap_policy", policy, WRAPPING)
-            decides = f"auto_wrap_policy={policy!r}"
-            used = {"TRANSFORMER_BASED_WRAP": classes, "SIZE_BASED_WRAP": least}.get(word, "")
         else:
-            used = ""
+            decides = f"auto_wrap_policy={policy!r}" if isinstance(policy, str) else decides
+            used = {"TRANSFORMER_BASED_WRAP": classes, "SIZE_BASED_WRAP": least}.get(self.wrapping() or "", "")
         unused.pop(used, None)
         messages.ignored(type(self).__name__, f"{decides} decides which modules are sharded as one unit", **unused)
 
@@ -217,11 +238,12 @@ def _is_truth(value: Any) -> bool:
     return isinstance(value, bool) or str(value).lower() in ("true", "false", "yes", "no", "1", "0")
 
 
-def _truth(value: Any) -> bool:
+def is_true(value: Any) -> bool:
+    """Return True for True and for words that mean it; False for anything else, also None."""
     return str(value).lower() in ("true", "yes", "1")
 
 
-def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
+def as_word(field: str, value: Any, words: tuple[str, ...]) -> str:
     """Convert a string, a torch enum or an enum's number (counting from 1) to one of ``words``."""
     text = str(getattr(value, "name", value)).upper()
     if text.isdecimal() and 1 <= int(text) <= len(words):
@@ -237,8 +259,17 @@ def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
 def _offload(asked: Any) -> Any:
     """Convert a bool, FSDP1's ``CPUOffload`` or FSDP2's policy to FSDPStrategy's ``cpu_offload`` argument."""
     if isinstance(asked, (bool, str)) or asked is None:
-        return _truth(asked)
+        return is_true(asked)
     return asked.offload_params if hasattr(asked, "offload_params") else asked
+
+
+def offload_policy(asked: bool | OffloadPolicy) -> OffloadPolicy:
+    """Return the policy that ``fully_shard`` takes for FSDPStrategy's ``cpu_offload`` argument."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    if isinstance(asked, OffloadPolicy):
+        return asked
+    return CPUOffloadPolicy(pin_memory=present().overlaps_copies()) if asked else OffloadPolicy()
 
 
 def _policy(asked: Any) -> Any:

@@ -21,7 +21,6 @@ from ...big_model.deferred_weights import Waiting, noting
 from ...big_model.materialize import Materializer
 from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
-from ...devices.kinds import present
 from ...processes.device_transfer import move_in_place
 from ...torch_private import (
     after_backward,
@@ -43,6 +42,7 @@ from ..precision.mixed import MixedPrecision
 from ..precision.transformer_engine import TransformerEnginePrecision
 from . import accumulated_gradients
 from .changed_parameters import ChangedParameters
+from .settings import offload_policy
 from .wrapping import (
     Policy,
     check_ignored,
@@ -156,7 +156,7 @@ class FSDPStrategy(DistributedStrategy):
         self.sharding = sharding
         self.reshard_after_forward = sharding != "grad_op" if reshard_after_forward is None else reshard_after_forward
         self.mixed_precision = mixed_precision
-        self.offload: OffloadPolicy = _offload_policy(cpu_offload)
+        self.offload: OffloadPolicy = offload_policy(cpu_offload)
         self.activation_checkpointing = activation_checkpointing
         self.sizes = (data_parallel_replicate, data_parallel_shard)
         self.device_mesh = device_mesh
@@ -672,12 +672,6 @@ class _Holder(nn.Module):
         if watches:
             self.changes.find_lost_in_step()
         return output
-
-
-def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
-    if isinstance(asked, OffloadPolicy):
-        return asked
-    return CPUOffloadPolicy(pin_memory=present().overlaps_copies()) if asked else OffloadPolicy()
 
 
 def _broadcast(tensors: list[Tensor]) -> None:

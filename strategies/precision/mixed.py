@@ -77,6 +77,11 @@ class MixedPrecision(Precision):
         if self.dtype is torch.float16 and self.scaler is None:
             self.scaler = GradScaler(device.type)
 
+    def use_scaler(self, scaler: GradScaler) -> None:
+        """Scale losses with another ``GradScaler`` from now on. The previous one adjusts its scale first."""
+        self._update()
+        self.scaler = scaler
+
     @property
     def _scales(self) -> bool:
         return self.scaler is not None and self.scaler.is_enabled()

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardingStrategy,
     StateDictType,
 )
@@ -59,6 +60,12 @@ HONORED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"wrap": (nn.GRU,)},
     ),
     ({"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=5)}, {"wrap": 5}),
+    ({"auto_wrap_policy": size_based_auto_wrap_policy, "min_num_params": 6}, {"wrap": 6}),
+    ({"auto_wrap_policy": transformer_auto_wrap_policy}, {"wrap": "auto"}),
+    (
+        {"auto_wrap_policy": transformer_auto_wrap_policy, "transformer_cls_names_to_wrap": ["Block"]},
+        {"wrap": ["Block"]},
+    ),
     ({"cpu_offload": True}, {"wrap": "auto", "cpu_offload": True}),
     ({"cpu_offload": CPUOffload(offload_params=True)}, {"wrap": "auto", "cpu_offload": True}),
     ({"cpu_offload": CPUOffload(offload_params=False)}, {"wrap": "auto"}),
@@ -109,6 +116,48 @@ def test_policies_that_are_functions_choose_the_same_modules() -> None:
     for policy in (torchs, ours, lambdas):
         wrap = Plugin(auto_wrap_policy=policy).options()["wrap"]  # type: ignore[arg-type]
         assert [name for name, module in model.named_modules() if wrap(name, module)] == ["1"]
+
+
+class Blocks(nn.Sequential):
+    _no_split_modules = ("GRU",)
+
+
+@pytest.mark.parametrize(
+    ("given", "wrap"),
+    [
+        ({"auto_wrap_policy": "transformer_based_wrap"}, (nn.GRU,)),
+        ({"auto_wrap_policy": transformer_auto_wrap_policy, "transformer_cls_names_to_wrap": "Linear"}, (nn.Linear,)),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 7}, 7),
+        ({"auto_wrap_policy": "no_wrap"}, "root"),
+        ({}, "auto"),
+    ],
+)
+def test_a_policy_by_name_becomes_torchs_for_a_model(
+    given: dict[str, Any], wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = Plugin(**given)
+    for _ in range(2):
+        plugin.set_auto_wrap_policy(Blocks(nn.Linear(2, 2), nn.GRU(2, 2)))
+        with caplog.at_level(logging.INFO):
+            assert plugin.options()["wrap"] == wrap
+    assert not caplog.text
+    assert callable(plugin.auto_wrap_policy) is isinstance(wrap, tuple | int)
+
+
+def test_a_policy_for_blocks_that_a_model_lacks_is_refused() -> None:
+    plugin = Plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linaer"])
+    with pytest.raises(ValueError, match=r"'Linaer'. Did you mean 'Linear'.*the classes in Sequential; set transf"):
+        plugin.set_auto_wrap_policy(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("asked", [None, False, True, CPUOffload(offload_params=True)])
+def test_offloading_becomes_the_policy_that_torch_takes(asked: Any) -> None:
+    plugin = Plugin(cpu_offload=asked)
+    before = plugin.options()
+    plugin.set_cpu_offload()
+    assert type(plugin.cpu_offload) is (CPUOffloadPolicy if asked else OffloadPolicy)
+    offload = [FSDPStrategy(**given).offload for given in (before, plugin.options())]
+    assert offload[0] == offload[1]
 
 
 def test_a_policy_of_torch_is_passed_on_as_it_is() -> None:

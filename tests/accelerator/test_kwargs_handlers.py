@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.accelerator.accelerator import Accelerator
 from paceline.accelerator.enums import DDPCommunicationHookType, DistributedType, PrecisionType
@@ -126,6 +128,25 @@ def test_ddp_options_are_those_of_the_strategy() -> None:
 def test_communication_hooks_that_cannot_work_are_refused(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         DistributedDataParallelKwargs(**given)
+
+
+def _compressed() -> tuple[int, float]:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    DistributedDataParallelKwargs(comm_hook="fp16").register_comm_hook(model)
+    rank = torch.distributed.get_rank()
+    model(torch.full((1, 1), 1.0 + rank * 2**-13)).sum().backward()
+    DistributedDataParallelKwargs().register_comm_hook(model)
+    with pytest.raises(TypeError, match="got a Linear, which does not average gradients"):
+        DistributedDataParallelKwargs(comm_hook="fp16").register_comm_hook(nn.Linear(1, 1))
+    return rank, model.module.weight.grad.item()
+
+
+def test_a_handler_registers_its_hook_on_a_model_that_the_script_wrapped() -> None:
+    def joined() -> Any:
+        Accelerator(cpu=True)
+        return _compressed()
+
+    assert ranks(2, joined) == [(0, 1.0), (1, 1.0)]  # 16 bits have no room for 2**-13
 
 
 def test_a_hook_that_torch_has_broken_is_refused() -> None:

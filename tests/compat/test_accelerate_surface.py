@@ -30,12 +30,8 @@ DIFFERENT = {
     ),
     "an Accelerator calls them itself, with parts that Paceline does not have": (
         "DataLoaderAdapter.adjust_state_dict_for_prefetch DataLoaderShard.adjust_state_dict_for_prefetch "
-        "DistributedDataParallelKwargs.register_comm_hook FullyShardedDataParallelPlugin.set_auto_wrap_policy "
-        "FullyShardedDataParallelPlugin.set_cpu_offload FullyShardedDataParallelPlugin.validate_cpu_offload "
+        "FullyShardedDataParallelPlugin.validate_cpu_offload "
         "FullyShardedDataParallelPlugin.validate_mixed_precision_policy"
-    ),
-    "these files always contain the full state": (
-        "load_fsdp_model(use_dcp) load_fsdp_optimizer(use_dcp) save_fsdp_model(use_dcp) save_fsdp_optimizer(use_dcp)"
     ),
 }
 HEAD = f"""# Names of Accelerate

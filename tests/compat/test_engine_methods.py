@@ -51,6 +51,8 @@ def losses(accelerator: Accelerator, model: Any, optimizer: Any, seeds: range) -
 def saved_and_loaded(stage: int | None, folder: Path) -> tuple[list[float], list[float]]:
     """Losses of two updates after a checkpoint: without interruption, and after loading it."""
     parts = prepared(stage)
+    if stage is not None:
+        assert parts[0].deepspeed_plugin.deepspeed_config["gradient_accumulation_steps"] == 1  # the file has none
     losses(*parts, range(3))
     assert parts[1].save_checkpoint(folder, client_state={"epoch": 2})
     rest = losses(*parts, range(3, 5))

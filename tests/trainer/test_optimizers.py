@@ -267,6 +267,33 @@ def test_zero_grad_backward_and_clipping_can_be_overridden(quiet: dict[str, Any]
     assert module.a.bias.grad.item() == 0.0
 
 
+class ClearsItsWay(torch.optim.SGD):
+    """Has a ``zero_grad`` without ``set_to_none``, like the optimizers of some packages."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_an_optimizer_that_clears_gradients_without_an_argument_trains(manual: bool, quiet: dict[str, Any]) -> None:
+    class Module(Two):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if not manual:
+                return loss
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return None
+
+    module = Module(lambda module: ClearsItsWay(module.a.parameters(), lr=0.1), manual)
+    before = module.a.bias.item()
+    Trainer(max_epochs=1, **quiet).fit(module, [torch.ones(1)])
+    assert module.a.bias.item() == pytest.approx(before - 0.1)
+    assert module.a.bias.grad.item() == 0.0
+
+
 def test_an_empty_list_means_no_optimizer_and_is_told(quiet: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match=r"returned \[\], so fit runs without an optimizer"):
         Trainer(max_epochs=1, **quiet).fit(Two(lambda m: []), [torch.ones(1)])
