@@ -22,7 +22,7 @@ from .lr_schedules import Schedules
 from .manual_step_check import ManualStepCheck
 from .state import Pending
 from .states import RunningStage
-from .step import IteratorStep, ManualStep, PaddingStep, choose_step, detached, without_padding_items
+from .step import IteratorStep, ManualStep, WeightedStep, choose_step, detached, without_repeated_items
 from .validation import Validation
 
 if TYPE_CHECKING:
@@ -151,14 +151,14 @@ class FitLoop:
         ``on_train_batch_end`` hooks; and :meth:`after_hooks`. A checkpoint can be saved anywhere in between, so
         ``state.pending`` always records the work that a run resumed from that checkpoint does first.
         """
-        state, metrics, stops, source = self.state, self.metrics, self.stops, self.run.source
+        run, state, metrics, stops = self.run, self.state, self.metrics, self.stops
         self.start_epoch()
         self.plan_epoch()
-        step, batches = self.step(), self.batches(start_batch)
+        batches = self.batches(start_batch)
+        step = self.step(batches)
         run_step = self.profiler.around("run_training_batch", step)  # `step` itself if nothing is profiled
-        num_batches = source.num_training_batches  # inf if the loader has no length
+        num_batches = run.source.num_training_batches  # inf if the loader has no length
         schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
-        ends_separately = source.ends_separately and not self.takes_iterator
         every_batch = self.validation.every is not None or bool(schedules.step_plateaus)
         # Here the ranks reduce values of self.log(..., on_step=True, sync_dist=True); `active` only if there are any.
         step_values, hook_values = metrics.step_value_sharings()
@@ -173,8 +173,6 @@ class FitLoop:
                     raise RuntimeError(self.wrong_length(f"at least {batch_idx + 1}"))
                 state.batch_idx, state.stepped = batch_idx, False
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
-                if state.is_last_batch or ends_separately:
-                    state.share = source.share(batch_idx, batches.exhausted)
                 metrics.batch = batch  # its size is the weight of the logged values
                 # A hook that returns -1 skips the rest of the epoch, including this batch; the other hooks still run.
                 if batch_starts and batch is not None and -1 in [hook(batch, batch_idx) for hook in batch_starts]:
@@ -270,19 +268,18 @@ class FitLoop:
             self.repeats.forget()
             self.repeats = None
 
-    def step(self) -> ManualStep:
+    def step(self, batches: Any) -> ManualStep:
         """Create the epoch's step, because callbacks may have changed the optimizers or the accumulation."""
         if self.whole is not None:
             return self.whole.step(self.losses)
-        # May a batch be padding on this rank, run only so that the other ranks do not wait for its gradients?
-        may_pad = self.run.source.known_share in (0.0, None)
+        weighs = self.run.source.known_share != 1.0
         step = choose_step(
             self.run,
-            without_padding_items(self.run, self.forward) if may_pad else self.forward,
+            without_repeated_items(self.run, self.forward) if weighs else self.forward,
             self.losses,
             self.manual_step_check,
         )
-        step = PaddingStep(step) if may_pad else step
+        step = WeightedStep(step, batches) if weighs else step
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:

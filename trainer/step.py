@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .. import messages
+from ..data.batches import Batches, StepIterator
 from ..strategies.precision.base import BACKWARD
 from .hooks import method_of, overridden, takes
 from .joint_optimizer import needs_closure
@@ -311,14 +312,22 @@ class ClosureStep(TrainStep):
             self.step_through_module(self.complete)
 
 
-class PaddingStep(ManualStep):
-    """A step for a rank that may get a batch without samples of its own; it discards the values of such a batch."""
+class WeightedStep(ManualStep):
+    """A step for a rank that may get more or fewer samples than other ranks; it sets ``state.share``.
 
-    def __init__(self, step: ManualStep) -> None:
+    A batch whose share is 0.0 is run only so that other ranks do not wait, and the values that it logs are discarded.
+    """
+
+    def __init__(self, step: ManualStep, batches: Batches | StepIterator) -> None:
         self.step, self.run, self.state = step, step.run, step.state
+        self.batches = batches
+        self.each = step.run.source.ends_separately and isinstance(batches, Batches)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
-        if self.state.share:
+        state = self.state
+        weighs = self.each or state.is_last_batch
+        state.share = self.run.source.share(batch_idx, self.batches.exhausted) if weighs else 1.0
+        if state.share:
             return self.step(batch, batch_idx)
         with self.run.metrics.muted(self.run.module):
             return self.step(batch, batch_idx)
@@ -327,13 +336,13 @@ class PaddingStep(ManualStep):
         self.step.finish_window()
 
 
-def without_padding_items(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` for a :class:`PaddingStep`, so that it reports no items for a batch without own samples."""
+def without_repeated_items(run: Run, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward`` for a :class:`WeightedStep`, so that it reports no items for a batch whose share is 0.0."""
 
     def forward_without(batch: Any, batch_idx: int) -> Any:
         output = forward(batch, batch_idx)
-        padding = run.state.share == 0.0
-        return output | {"num_items": 0} if padding and isinstance(output, dict) and "num_items" in output else output
+        repeats = run.state.share == 0.0
+        return output | {"num_items": 0} if repeats and isinstance(output, dict) and "num_items" in output else output
 
     return forward_without
 
