@@ -46,6 +46,8 @@ class Strategy(Placement, Communication, State):
     communicates_gradients: ClassVar[bool] = False
     #: Whether a step splits its batch into micro-batches.
     splits_batches: ClassVar[bool] = False
+    #: Whether processes may hold different weights and optimizer states, because they have trained apart.
+    replicas_differ: bool = False
     #: The methods that a profiler times.
     timed: ClassVar[tuple[str, ...]] = (
         *("backward", "optimizer_step"),

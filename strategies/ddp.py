@@ -408,12 +408,18 @@ class DDPStrategy(DistributedStrategy):
                 "cannot keep its gradients local. Train one step first, or leave static_graph out."
             )
         before, self._local = self._local, True
-        self.sync_gradients(self._synchronizes)
+        self._stop_or_resume()
         try:
             yield
         finally:
             self._local = before
-            self.sync_gradients(self._synchronizes)
+            self._stop_or_resume()
+
+    def _stop_or_resume(self) -> None:
+        """Turn communication of gradients and buffers off or on again, from the next forward pass."""
+        self.sync_gradients(self._synchronizes)
+        if self._wrapped is not None:
+            self._wrapped.require_forward_param_sync = self._synchronizes and not self._local
 
     def joinable(self) -> DistributedDataParallel | None:
         return self._wrapped
