@@ -24,7 +24,7 @@ from ..data.loaders import (
     what_fetching_changes,
 )
 from ..data.sample_order import cuts, takes_indices
-from ..data.sharding import is_split, last_share, repeats, shard
+from ..data.sharding import ends_unevenly, is_split, last_share, repeats, shard
 from ..data.uneven_shards import Division
 from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..devices.kinds import kind_of
@@ -334,6 +334,12 @@ class PreparedLoader(DataLoader[Any]):
             return None
         return partial(strategy.agree, all=True)
 
+    @property
+    def ends_anywhere(self) -> bool:
+        """Whether a pass may end earlier on this process than on others, which cannot be known in advance."""
+        source, several = self._source, self.strategy.world_size > 1
+        return several and not self._even and not isinstance(source, Dispatched) and length_of(source) is None
+
     # ---- the last batch ----------------------------------------------------------------------------------------------
 
     @property
@@ -363,6 +369,11 @@ class PreparedLoader(DataLoader[Any]):
         if not rows or repeats(self._source, self.batches_done - 1, last):
             return 0
         return max(rows - self._repeated(), 0) if last else rows
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the most recent batch may repeat samples of another process on some process."""
+        return self.end_of_dataloader or ends_unevenly(self._source, self.batches_done - 1)
 
     def _repeated(self) -> int:
         """Return how many samples the user's DistributedSampler repeats at the end of this process's shard."""

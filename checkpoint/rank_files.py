@@ -51,6 +51,11 @@ def _count(ranks: int) -> str:
     return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
 
 
+def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with copies on the CPU of its tensors."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), state)
+
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +117,7 @@ def optimizer_apart(optimizer: Optimizer, strategy: Strategy) -> dict[str, Any] 
     """
     if strategy.world_size == 1 or not strategy.replicas_differ:
         return None
-    own = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
+    own = on_cpu(optimizer.state_dict())
     marks = repr(pytree.tree_map_only(Tensor, digest, own))
     return None if marks == strategy.broadcast(marks) else own
 

@@ -127,6 +127,17 @@ def repeats(loader: Any, number: int, last: bool) -> bool:
     return last and last_share(loader) == 0.0
 
 
+def ends_unevenly(loader: Any, number: int) -> bool:
+    """Return True if a batch is the last one of a worker that the processes share unevenly; all of them get the same.
+
+    Args:
+        loader: a DataLoader that :func:`shard_training` returned, or an Accelerator's.
+        number: index of the most recent batch (0-based).
+    """
+    shard = shard_of(loader)
+    return isinstance(shard, RankStream) and loader.num_workers > 1 and shard.share_of(number) != 1.0
+
+
 def surplus(loader: Any) -> bool:
     """Return True if this process's last evaluation batch exists only because other processes have one more batch.
 

@@ -131,6 +131,9 @@ class Strategy(Placement, Communication, State):
     def sync_gradients(self, enabled: bool) -> None:
         """Set whether the next backward pass communicates gradients; only a window's last pass needs to."""
 
+    def scale_waiting(self, factor: float) -> None:
+        """Multiply the gradients that wait for an optimizer step, inside :meth:`joinable`'s context."""
+
     def sync_next_backward(self) -> None:
         """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""
         self.sync_gradients(True)

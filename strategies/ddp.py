@@ -23,6 +23,7 @@ from ..torch_private import (
     ignore_in_ddp,
     ignored_by_ddp,
     local_part,
+    multiply_each_,
     time_every_step,
 )
 from .distributed import DistributedStrategy, ProcessOptions, average_gradients, passes_on, same_tensors
@@ -423,6 +424,11 @@ class DDPStrategy(DistributedStrategy):
 
     def joinable(self) -> DistributedDataParallel | None:
         return self._wrapped
+
+    def scale_waiting(self, factor: float) -> None:
+        waiting = [one.grad for one in (*self._reduced, *self._late.trainable()) if one.grad is not None]
+        if waiting:
+            multiply_each_(waiting, factor)
 
     def measure_communication(self) -> None:
         if self._wrapped is not None and not kind_of(self.device).overlaps_copies():
