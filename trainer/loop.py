@@ -362,6 +362,9 @@ class FitLoop:
         if state.pending is SCHEDULERS:
             self.schedules.after_batch()
             state.pending = LOGGING
+        if state.pending is LOGGING and self.resumed is not None and self.resumed.values_wait:
+            hook_values = self.metrics.step_value_sharings()[1]
+            hook_values.share(weight=self.run.source.last_share if state.is_last_batch else 1.0)
         if state.pending is not NOTHING:
             self.after_hooks("")
 

@@ -241,6 +241,11 @@ class Resumed:
         if self._random:
             self._set((self.own or {}).get("random"), self._seed)
 
+    @property
+    def values_wait(self) -> bool:
+        """Whether step values that the saved batch's last hooks logged are yet to be shared; the same on all ranks."""
+        return self.in_loops and any(entry.get("waits") for kept in self.ranks for entry in kept["metrics"])
+
     def repeats(self) -> Repeats | None:
         """Return the batches to train on again whose values :meth:`restore` has restored; None if there are none."""
         repeated = self.in_loops and self._logged_until > self.run.state.next_batch
