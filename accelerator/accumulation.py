@@ -286,6 +286,8 @@ class Window:
         stepped: IDs of optimizers that have stepped with the window's gradients.
         cleared: whether an optimizer's gradients were cleared.
         local: IDs of strategies that still hold unsynchronized gradients.
+        missing: factor for gradients that were averaged over more processes than still have batches (see
+            ``join_uneven_inputs``), because processes without batches add zeros to the next average. 1.0 if none.
     """
 
     def __init__(self, state: GradientState, strategy: Strategy, strategies: Iterable[Strategy] | None = None) -> None:
@@ -305,6 +307,7 @@ class Window:
         self.stepped: set[int] = set()
         self.cleared = False
         self.local: set[int] = set()
+        self.missing = 1.0
         self._scale: Any = None
         self._factor: float | Tensor | None = None
 
@@ -325,7 +328,26 @@ class Window:
         ends = loader is not None and loader.end_of_dataloader and state.sync_with_dataloader
         self.complete = state.sync_gradients = ends or self.count + 1 >= state.num_steps
         if self._strategies:
-            self.communicate(self.complete or state.sync_each_batch)
+            if self.missing != 1.0:
+                self._make_up()
+            self.communicate(self.complete or self._is_shared(loader))
+
+    def _make_up(self) -> None:
+        """Scale gradients that are already averaged, so that the next average over all processes keeps them."""
+        for strategy in self._strategies:
+            strategy.scale_waiting(self.missing)
+        self.missing = 1.0
+
+    def _is_shared(self, loader: ReadLoader | None) -> bool:
+        """Return True if this incomplete micro-batch synchronizes gradients.
+
+        It must if another process has no more batches, because that process then completes its window.
+        """
+        lengths = loader.lengths if loader is not None and self.state.sync_with_dataloader else []
+        shared = self.state.sync_each_batch or (loader is not None and loader.batches_done in lengths)
+        if shared and lengths and loader is not None:
+            self.missing = len(lengths) / sum(length > loader.batches_done for length in lengths)
+        return shared
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         state = self.state
@@ -351,6 +373,7 @@ class Window:
             self.items.items = 0
         self.cleared = False
         self.count = 0
+        self.missing = 1.0
         self._scale = None
         self.local.clear()
         self._factor = None

@@ -337,6 +337,12 @@ class PreparedLoader(DataLoader[Any]):
             return None
         return partial(strategy.agree, all=True)
 
+    @property
+    def ends_anywhere(self) -> bool:
+        """Whether a pass may end earlier on this process than on others, which cannot be known in advance."""
+        source, several = self._source, self.strategy.world_size > 1
+        return several and not self._even and not isinstance(source, Dispatched) and length_of(source) is None
+
     # ---- the last batch ----------------------------------------------------------------------------------------------
 
     @property
@@ -366,6 +372,11 @@ class PreparedLoader(DataLoader[Any]):
         if not rows or self.share == 0.0:
             return 0
         return max(rows - self._repeated(), 0) if last else rows
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the most recent batch may repeat samples of another process on some process."""
+        return self.end_of_dataloader or (self.ends_separately and self.share != 1.0)
 
     def _repeated(self) -> int:
         """Return how many samples the user's DistributedSampler repeats at the end of this process's shard."""

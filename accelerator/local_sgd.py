@@ -57,12 +57,13 @@ class LocalSGD:
         self.local_sgd_steps = local_sgd_steps
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
-        self._strategy = placement.strategy
+        self._placement, self._strategy = placement, placement.strategy
         self._apart = ExitStack()
 
     def __enter__(self) -> LocalSGD:
-        self.num_steps = 0
+        self.num_steps = self._placement.local_steps  # not 0 if a state was loaded that was saved inside the block
         if self.enabled:
+            self._strategy.replicas_differ = True
             self._apart.enter_context(self._strategy.keep_gradients_local())
         return self
 
@@ -70,14 +71,15 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._apart.close()
-        if self.enabled and error is None and self.num_steps % self.local_sgd_steps:
+        steps, self._placement.local_steps = self._placement.local_steps, 0
+        if self.enabled and error is None and steps % self.local_sgd_steps:
             self._average()
 
     def step(self) -> None:
         """Count an update; call this after ``optimizer.step()``. Does nothing in an incomplete accumulation window."""
         if not self.accelerator.sync_gradients:
             return
-        self.num_steps += 1
+        self.num_steps = self._placement.local_steps = self._placement.local_steps + 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()
 

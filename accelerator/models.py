@@ -40,6 +40,7 @@ class PreparedModel:
         strategy: this model's own strategy, which handles its states, gradients and steps.
         parameters: the module's parameters, keyed by name.
         frozen: whether the model was prepared for evaluation only.
+        local_steps: number of updates in the current ``LocalSGD`` block.
         bound: whether the forward runs through the strategy and the strategy knows all of the model's optimizers.
     """
 
@@ -48,6 +49,7 @@ class PreparedModel:
     _own: Callable[..., Any] | None = None
     _observers: Sequence[OwnLoop] = ()
     bound = False
+    local_steps = 0
 
     def __init__(
         self,

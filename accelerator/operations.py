@@ -103,7 +103,7 @@ def gather_for_metrics(
         )
     objects = use_gather_object or not _only_tensors(data)
     own, counting = (0, 0) if loader is None else (loader.batch_rows, loader.rows)
-    if strategy.num_data_ranks > 1 and loader is not None and (loader.end_of_dataloader or loader.ends_separately):
+    if strategy.num_data_ranks > 1 and loader is not None and loader.may_repeat:
         data = _without_repeats(data, own, counting, objects, strategy)
     if objects:
         return gather_object(data, strategy, group)

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from .. import messages
+from ..checkpoint.rank_files import on_cpu
+from ..checkpoint.restore import restore_precision
 from ..strategies.base import Strategy
 from ..strategies.precision.base import parameters
 from ..torch_private import compiler_of
@@ -61,6 +63,7 @@ class Prepared:
         alive: every prepared optimizer that still exists, keyed by its ID, including those that saved states leave out.
         unsaved: IDs of the modules that saved states leave out.
         rng_types: RNG states that process 0 broadcasts to all processes when a pass over a loader begins.
+        joins: whether processes may have different numbers of batches; see :meth:`join_uneven_inputs`.
         seed: shuffling seed, the same on all ranks; None until the first loader is prepared.
         loader_kind: class of the prepared loaders.
         optimizer_kind: class of the prepared optimizers.
@@ -89,6 +92,7 @@ class Prepared:
     optimizer_kind: Callable[..., AcceleratedOptimizer] = AcceleratedOptimizer
     scheduler_kind: Callable[..., AcceleratedScheduler] = AcceleratedScheduler
     unsaved: set[int] = field(default_factory=set)
+    joins: bool = False
 
     def __post_init__(self) -> None:
         self._connect()
@@ -183,7 +187,14 @@ class Prepared:
             kept.clear()
 
     def _settle_buffers(self, loader: PreparedLoader) -> None:
-        """When a pass begins, broadcast persistent buffers from rank 0 for models that are in eval mode."""
+        """When a pass begins, broadcast rank 0's buffers (those that checkpoints contain) for models in eval mode."""
+        if self.joins and loader.ends_anywhere and self.gradient_state.num_steps > 1:
+            raise NotImplementedError(
+                f"join_uneven_inputs does not support gradient_accumulation_steps={self.gradient_state.num_steps} with "
+                f"even_batches=False if the dataset ({type(loader.dataset).__name__}) has no length, because the "
+                "processes cannot know where a window ends on another process. Give the dataset a __len__, or leave "
+                "out even_batches=False: each sample then counts once, too."
+            )
         for model in self.trained:
             model.strategy.check_parameters(model.module)
             if not model.module.training:
@@ -360,9 +371,9 @@ class Prepared:
         """Context manager inside which processes may have different numbers of batches, on any device.
 
         A process that runs out of batches keeps taking part in gradient synchronization until all processes are done.
-        Then every process gets the model from the process that trained longest. Processes that have run out of batches
-        take part only in DistributedDataParallel's own communication, so the loop must not call ``gather`` or similar
-        methods, or ``backward(num_items=...)``.
+        Then every process gets the model, its optimizers, their schedules and the loss scale from a process that
+        trained longest. Processes that have run out of batches take part only in DistributedDataParallel's own
+        communication, so the loop must not call ``gather`` or similar methods, or ``backward(num_items=...)``.
 
         Args:
             joinables: prepared models to train in this context, and optimizers that communicate, such as
@@ -373,7 +384,8 @@ class Prepared:
 
         Raises:
             ValueError: a model is not prepared.
-            NotImplementedError: a model is sharded across processes (FSDP, DeepSpeed, ...).
+            NotImplementedError: a model is sharded across processes (FSDP, DeepSpeed, ...), or gradients accumulate
+                over the batches of a stream without a length.
         """
         found = [self._joinable(one) for one in joinables]
         shadowed: list[Joinable] = [one for one in found if one is not None]
@@ -382,15 +394,43 @@ class Prepared:
             for loader, _ in before:
                 loader.even_batches = even_batches
         uneven = not all(loader.even_batches for loader, _ in before) or not before
+        self.joins = bool(shadowed) and uneven and self.strategy.world_size > 1
         try:
-            if shadowed and uneven:
-                with Join(shadowed, throw_on_early_termination=False):
+            if self.joins:
+                end = _End(shadowed[0])
+                with Join([*shadowed, end], throw_on_early_termination=False):
                     yield
+                models = [self.placements[id(one)] for one in joinables if id(one) in self.placements]
+                self._follow_longest(models, end.is_last)
             else:
                 yield
         finally:
+            self.joins = False
             for loader, even in before:
                 loader.even_batches = even
+
+    def _follow_longest(self, models: Sequence[PreparedModel], longest: bool) -> None:
+        """Give every process the optimizers, schedules and loss scale of a process that trained longest.
+
+        Args:
+            models: the joined models.
+            longest: whether no other process trained longer than this one.
+        """
+        strategy = self.strategy
+        ranks = strategy.gather_objects(longest)
+        if all(ranks):
+            return
+        source = ranks.index(True)
+        trained = [one for one in self.live_optimizers if any(model in one.placements for model in models)]
+        optimizers = [one for one in trained if not isinstance(one.optimizer, Joinable)]  # they follow by themselves
+        schedules = [one for one in self.schedulers if any(other in optimizers for other in one.optimizers)]
+        for one in optimizers:
+            state = strategy.broadcast(on_cpu(one.optimizer.state_dict()), source)
+            one.strategy.load_optimizer_state(nn.Module(), one.optimizer, state)
+        states = strategy.broadcast([one.state_dict() for one in schedules], source)
+        for one, state in zip(schedules, states, strict=True):
+            one.load_state_dict(state)
+        restore_precision(strategy.precision, strategy.broadcast(strategy.precision.state_dict(), source))
 
     def _joinable(self, one: Any) -> Joinable | None:
         """Return the object to pass to torch's Join, or None if there is nothing to join."""
@@ -404,6 +444,33 @@ class Prepared:
             f"join_uneven_inputs got {messages.a(one)} that this accelerator has not prepared and that torch cannot "
             "join. Pass the models that accelerator.prepare returned."
         )
+
+
+class _End(Joinable, JoinHook):
+    """Tells whether no other process trains longer than this one. Join it together with a model.
+
+    Attributes:
+        is_last: whether no other process had batches left when this one ran out of batches.
+    """
+
+    def __init__(self, model: Joinable) -> None:
+        super().__init__()
+        self._model = model
+        self.is_last = True
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._model.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._model.join_process_group
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.is_last = is_last_joiner
 
 
 def _given(compiler: Callable[[Any], Any], module: nn.Module) -> Callable[[Any], Any]:

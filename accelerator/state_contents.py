@@ -12,12 +12,14 @@ from .. import messages
 from ..checkpoint.manifest import FORMAT
 from ..checkpoint.plain_data import plain
 from ..checkpoint.rank_files import (
-    buffers_apart,
     digest,
     entry_of,
-    put_back_buffers,
+    mean_of_replicas,
+    optimizer_apart,
+    put_back,
+    replica,
     tell_derived,
-    whole_buffers,
+    tensors_apart,
     without_entry,
 )
 from ..checkpoint.restore import load_weights, optimizer_problem, restore_precision, versions
@@ -158,10 +160,25 @@ class Contents:
             "device": strategy.device.type,
             "loaders": [loader.state_dict() for loader in self.prepared.loaders],
             **self.windows.gather(),
-            "buffers": [buffers_apart(whole_buffers(one.module), one.strategy) for one in placements],
+            "buffers": [tensors_apart(replica(one.module, one.strategy), one.strategy) for one in placements],
+            "optimizers": self._optimizers_apart(),
+            "local_steps": {index: one.local_steps for index, one in enumerate(placements) if one.local_steps},
+            **self._counters_apart(),
             "custom": {i: state for i, state in enumerate(custom) if sums[i] != first[i]},
             "random": seed.random_states(),
         }
+
+    def _optimizers_apart(self) -> dict[int, Any]:
+        """Return this rank's optimizer states that differ from rank 0's because the ranks trained apart."""
+        found = {i: optimizer_apart(one.optimizer, one.strategy) for i, one in enumerate(self.prepared.optimizers)}
+        return {index: state for index, state in found.items() if state is not None}
+
+    def _counters_apart(self) -> dict[str, Any]:
+        """Return this rank's own schedules and loss scale if ranks trained apart, because fp16 may skip their steps."""
+        if not any(one.strategy.replicas_differ for one in self.prepared.trained):
+            return {}
+        schedules = [one.state_dict() for one in self.prepared.schedulers]
+        return {"lr_schedulers": schedules, "precision": self.strategy.precision.state_dict()}
 
     def _settings(self) -> dict[str, str]:
         """Return the settings that were set explicitly, as strings."""
@@ -295,11 +312,17 @@ class Restored:
         """Restore everything. Every rank must call this."""
         contents = self.contents
         self._load_models()
-        for one, state in zip(self.prepared.optimizers, self.checkpoint.get("optimizer_states", []), strict=False):
-            one.strategy.load_optimizer_state(_module_of(one), one.optimizer, state)
-        for one, state in zip(self.prepared.schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
+        own = (self.own or {}) if self.alike else {}
+        for index, state in enumerate(self.checkpoint.get("optimizer_states", [])[: len(self.prepared.optimizers)]):
+            one = self.prepared.optimizers[index]
+            apart = own.get("optimizers", {}).get(index) if one.strategy.holds_whole_module else None
+            one.strategy.load_optimizer_state(_module_of(one), one.optimizer, apart or state)
+        for index, placement in enumerate(self.prepared.placements.values()):
+            placement.local_steps = own.get("local_steps", {}).get(index, 0)
+        schedules = own.get("lr_schedulers") or self.checkpoint.get("lr_schedulers", [])
+        for one, state in zip(self.prepared.schedulers, schedules, strict=False):
             one.load_state_dict(state)
-        restore_precision(self.strategy.precision, self.section.get("precision"))
+        restore_precision(self.strategy.precision, own.get("precision") or self.section.get("precision"))
         if not self.own_section:
             return
         together(self.strategy, "loaded", self._load_custom)
@@ -315,20 +338,35 @@ class Restored:
     def _load_models(self) -> None:
         for placement, state, left_out in self.weights:
             module, load = placement.module, placement.strategy.load_model_state
+            means = self._means(placement, state)
             own = module.state_dict().keys()
             fits = not (own - state.keys() - set(left_out)) and not (state.keys() - own)
             partly = bool(left_out) and fits
-            load_weights(module, state, not partly, _silent(load) if partly else load, _ADVICE)
+            load_weights(module, {**state, **means}, not partly, _silent(load) if partly else load, _ADVICE)
             if partly:
                 messages.info_once(
                     f"The state contains only the {len(state)} trained weights and buffers of {type(module).__name__}. "
                     f"The {len(left_out)} frozen weights keep their current values (only_trainable=True)."
                 )
-        if self.alike and self.own is not None:
-            loaded = {id(placement) for placement, _, _ in self.weights}
-            for placement, kept in zip(self.prepared.placements.values(), self.own["buffers"], strict=False):
-                if id(placement) in loaded:
-                    put_back_buffers(placement.module, kept)
+            if self.alike and self.own is not None:
+                put_back(replica(module, placement.strategy), self._apart(self.own, placement))
+
+    def _means(self, placement: PreparedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the means of weights that ranks trained apart, unless each rank resumes with its own weights."""
+        found = mean_of_replicas(placement.module, [self._apart(kept, placement) for kept in self.ranks], state)
+        if found and self.alike and placement.strategy.holds_whole_module:
+            placement.strategy.replicas_differ = True
+            return {}
+        if found:
+            self.derived.append(
+                f"the weights of {type(placement.module).__name__} that processes trained apart (their mean)"
+            )
+        return found
+
+    def _apart(self, rank: Mapping[str, Any], placement: PreparedModel) -> dict[str, Tensor]:
+        """Return the model's tensors that a saved rank had to itself, by name."""
+        index = list(self.prepared.placements.values()).index(placement)
+        return rank["buffers"][index] if index < len(rank["buffers"]) else {}
 
     def _load_custom(self) -> None:
         apart = (self.own or {}).get("custom", {}) if self.alike else {}

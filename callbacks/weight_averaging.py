@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from .. import messages
-from ..checkpoint.rank_files import buffers_apart, put_back_buffers, whole_buffers
+from ..checkpoint.rank_files import put_back, tensors_apart, whole_buffers
 from ..torch_private import own_buffers, own_modules, own_parameters
 from .base import Callback
 
@@ -337,7 +337,7 @@ class WeightAveraging(Callback):
             self._average.load(trainer.strategy, self._loaded, self._restored["n_averaged"])
             of_ranks = self._restored.get("buffers", [])
             if len(of_ranks) == trainer.world_size:
-                put_back_buffers(_tree(self._average.buffers()), of_ranks[trainer.global_rank])
+                put_back(whole_buffers(_tree(self._average.buffers())), of_ranks[trainer.global_rank])
             self._loaded = None
 
     def _averaging(self) -> AverageMany:
@@ -430,7 +430,7 @@ class WeightAveraging(Callback):
         if "callbacks" in checkpoint:  # otherwise, the file contains only weights
             checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
             save_own_buffers(trainer, checkpoint, average.held_buffers())
-            of_ranks = trainer.strategy.gather_objects(buffers_apart(average.buffers(), trainer.strategy))
+            of_ranks = trainer.strategy.gather_objects(tensors_apart(average.buffers(), trainer.strategy))
             if any(of_ranks):
                 checkpoint["callbacks"][self.state_key]["buffers"] = of_ranks
         if not self._final:
@@ -465,7 +465,7 @@ def load_current(trainer: Trainer, pl_module: TrainingModule, checkpoint: Mappin
 def save_own_buffers(trainer: Trainer, checkpoint: Mapping[str, Any], held: Mapping[str, Tensor]) -> None:
     """Save each rank's own values of the buffers that now hold averages in the module; every rank must call this."""
     if held:
-        own = trainer.strategy.gather_objects(buffers_apart(held, trainer.strategy))
+        own = trainer.strategy.gather_objects(tensors_apart(held, trainer.strategy))
         for entry, values in zip(checkpoint["paceline"]["ranks"], own, strict=True):
             entry["buffers"] = {n: value for n, value in entry["buffers"].items() if n not in held} | values
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .. import messages
 from ..strategies.base import Strategy
-from ..torch_private import unsaved_buffers
+from ..torch_private import pytree, unsaved_buffers
 
 
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
@@ -50,6 +51,11 @@ def _count(ranks: int) -> str:
     return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
 
 
+def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with copies on the CPU of its tensors."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), state)
+
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -76,28 +82,61 @@ def whole_gradient(value: Any) -> Tensor | None:
     return value
 
 
-# ---- buffers ---------------------------------------------------------------------------------------------------------
+# ---- tensors that differ between the ranks ---------------------------------------------------------------------------
 
 
-def buffers_apart(buffers: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
-    """Return CPU copies of those of this rank's ``buffers`` that differ from rank 0's, such as batch norm statistics.
+def tensors_apart(tensors: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
+    """Return copies on the CPU of this rank's tensors that differ from rank 0's, such as batch norm statistics.
 
     Every rank must call this.
     """
     if strategy.world_size == 1:
         return {}
-    own = {name: buffer.detach().cpu() for name, buffer in buffers.items()}
-    sums = {name: digest(buffer) for name, buffer in own.items()}
+    own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    sums = {name: digest(tensor) for name, tensor in own.items()}
     first = strategy.gather_objects(sums)[0]
-    return {name: buffer for name, buffer in own.items() if sums[name] != first.get(name)}
+    return {name: tensor for name, tensor in own.items() if sums[name] != first.get(name)}
 
 
 @torch.no_grad()
-def put_back_buffers(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
-    """Restore the buffers that :func:`buffers_apart` returned."""
-    buffers = whole_buffers(module) if kept else {}
-    for name in kept.keys() & buffers.keys():
-        buffers[name].copy_(kept[name])
+def put_back(tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    """Copy what :func:`tensors_apart` returned into the current tensors of the same names."""
+    for name in kept.keys() & tensors.keys():
+        tensors[name].copy_(kept[name])
+
+
+def replica(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
+    """Return a module's tensors that may differ between ranks: its buffers, and its weights if ranks trained apart."""
+    return whole_buffers(module) | (dict(module.named_parameters()) if strategy.replicas_differ else {})
+
+
+def optimizer_apart(optimizer: Optimizer, strategy: Strategy) -> dict[str, Any] | None:
+    """Return a copy on the CPU of this rank's optimizer state if ranks trained apart and it differs from rank 0's.
+
+    Every rank must call this.
+    """
+    if strategy.world_size == 1 or not strategy.replicas_differ:
+        return None
+    own = on_cpu(optimizer.state_dict())
+    marks = repr(pytree.tree_map_only(Tensor, digest, own))
+    return None if marks == strategy.broadcast(marks) else own
+
+
+def mean_of_replicas(
+    module: nn.Module, ranks: Sequence[Mapping[str, Tensor]], first: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the means of the module's weights that differ between the saved ranks.
+
+    Args:
+        module: a module with the same weights.
+        ranks: what :func:`tensors_apart` returned for :func:`replica` on each saved rank.
+        first: rank 0's weights.
+    """
+    apart = {name for kept in ranks for name in kept} & {name for name, _ in module.named_parameters()}
+    return {
+        name: torch.stack([kept.get(name, first[name].cpu()) for kept in ranks]).mean(0)
+        for name in apart & first.keys()
+    }
 
 
 def whole_buffers(module: nn.Module) -> dict[str, Tensor]:

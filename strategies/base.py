@@ -46,6 +46,8 @@ class Strategy(Placement, Communication, State):
     communicates_gradients: ClassVar[bool] = False
     #: Whether a step splits its batch into micro-batches.
     splits_batches: ClassVar[bool] = False
+    #: Whether processes may hold different weights and optimizer states, because they have trained apart.
+    replicas_differ: bool = False
     #: The methods that a profiler times.
     timed: ClassVar[tuple[str, ...]] = (
         *("backward", "optimizer_step"),
@@ -128,6 +130,9 @@ class Strategy(Placement, Communication, State):
 
     def sync_gradients(self, enabled: bool) -> None:
         """Set whether the next backward pass communicates gradients; only a window's last pass needs to."""
+
+    def scale_waiting(self, factor: float) -> None:
+        """Multiply the gradients that wait for an optimizer step, inside :meth:`joinable`'s context."""
 
     def sync_next_backward(self) -> None:
         """Make the next backward pass communicate gradients, even if its forward pass ran with communication off."""

@@ -23,6 +23,7 @@ from ..torch_private import (
     ignore_in_ddp,
     ignored_by_ddp,
     local_part,
+    multiply_each_,
     time_every_step,
 )
 from .distributed import DistributedStrategy, ProcessOptions, average_gradients, passes_on, same_tensors
@@ -408,15 +409,26 @@ class DDPStrategy(DistributedStrategy):
                 "cannot keep its gradients local. Train one step first, or leave static_graph out."
             )
         before, self._local = self._local, True
-        self.sync_gradients(self._synchronizes)
+        self._stop_or_resume()
         try:
             yield
         finally:
             self._local = before
-            self.sync_gradients(self._synchronizes)
+            self._stop_or_resume()
+
+    def _stop_or_resume(self) -> None:
+        """Turn communication of gradients and buffers off or on again, from the next forward pass."""
+        self.sync_gradients(self._synchronizes)
+        if self._wrapped is not None:
+            self._wrapped.require_forward_param_sync = self._synchronizes and not self._local
 
     def joinable(self) -> DistributedDataParallel | None:
         return self._wrapped
+
+    def scale_waiting(self, factor: float) -> None:
+        waiting = [one.grad for one in (*self._reduced, *self._late.trainable()) if one.grad is not None]
+        if waiting:
+            multiply_each_(waiting, factor)
 
     def measure_communication(self) -> None:
         if self._wrapped is not None and not kind_of(self.device).overlaps_copies():

@@ -154,8 +154,7 @@ class FitLoop:
         run, state, metrics, stops = self.run, self.state, self.metrics, self.stops
         self.start_epoch()
         self.plan_epoch()
-        batches = self.batches(start_batch)
-        step = self.step(batches)
+        step = self.step(batches := self.batches(start_batch))
         run_step = self.profiler.around("run_training_batch", step)  # `step` itself if nothing is profiled
         num_batches = run.source.num_training_batches  # inf if the loader has no length
         schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
@@ -369,6 +368,9 @@ class FitLoop:
         if state.pending is SCHEDULERS:
             self.schedules.after_batch()
             state.pending = LOGGING
+        if state.pending is LOGGING and self.resumed is not None and self.resumed.values_wait:
+            hook_values = self.metrics.step_value_sharings()[1]
+            hook_values.share(weight=self.run.source.last_share if state.is_last_batch else 1.0)
         if state.pending is not NOTHING:
             self.after_hooks("")
 

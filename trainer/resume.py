@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..checkpoint.rank_files import (
-    buffers_apart,
     entry_of,
     merged_gradients,
-    put_back_buffers,
+    put_back,
+    replica,
     tell_derived,
-    whole_buffers,
+    tensors_apart,
     whole_gradient,
     without_entry,
 )
@@ -52,7 +52,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
         "torchmetrics": running_metrics.measured(metrics, module) if repeats is None else repeats.measured,
         "logged_until": 0 if state.epoch_done else state.next_batch if repeats is None else repeats.until,
         "gradients": _gradients(run),
-        "buffers": buffers_apart(whole_buffers(run.module), strategy),
+        "buffers": tensors_apart(replica(run.module, strategy), strategy),
         "losses": None,
     }
     if fit is not None:
@@ -237,9 +237,14 @@ class Resumed:
             running_metrics.put_back_measured(module, [kept["torchmetrics"] for kept in entries], bool(mine))
             self._put_back_gradients()
         if self._alike and self.own is not None and "model" in self._parts:
-            put_back_buffers(run.module, self.own["buffers"])
+            put_back(replica(run.module, run.strategy), self.own["buffers"])
         if self._random:
             self._set((self.own or {}).get("random"), self._seed)
+
+    @property
+    def values_wait(self) -> bool:
+        """Whether step values that the saved batch's last hooks logged are yet to be shared; the same on all ranks."""
+        return self.in_loops and any(entry.get("waits") for kept in self.ranks for entry in kept["metrics"])
 
     def repeats(self) -> Repeats | None:
         """Return the batches to train on again although :meth:`restore` has restored their values, or None."""

@@ -23,7 +23,8 @@ _MOMENTS = {moment.name: moment for moment in vars(phases).values() if isinstanc
 def logged(store: MetricStore, module: nn.Module) -> list[dict[str, Any]]:
     """Return the values that this rank has logged in the current training epoch, as plain data and CPU tensors."""
     places = {id(part): name for name, part in module.named_modules()}
-    return [_entry(*found, places) for found in store.running(STAGE)]
+    waiting = store.step_value_sharings()[1].waiting
+    return [_entry(*found, places) | {"waits": waiting(found[3])} for found in store.running(STAGE)]
 
 
 def _entry(moment: str, idx: int | None, name: str, record: Record, places: dict[int, str]) -> dict[str, Any]:
@@ -63,6 +64,8 @@ def put_back(store: MetricStore, module: nn.Module, ranks: list[list[dict[str, A
                 record.load(state)
             record.value, record.fresh, record.seen = _to(entry["value"], store.strategy.device), entry["fresh"], True
             merged[place] = record
+            if entry.get("waits"):
+                store.step_value_sharings()[1].wait(record)
     for (moment, idx, name), record in merged.items():
         store.resume(STAGE, _MOMENTS[moment], idx, name, record)
 

@@ -67,6 +67,15 @@ class Sharing:
 
         record.update = update
 
+    def waiting(self, record: Record) -> bool:
+        """Return True if a record's value is yet to be shared here, with all processes."""
+        return self.pending.get(record.key) is record and record.options.sync_dist_group is None
+
+    def wait(self, record: Record) -> None:
+        """Share a record's value that was :meth:`waiting` when the checkpoint was saved."""
+        self.add(record)
+        self.pending[record.key] = record
+
     def share(self, counts: bool = True, weight: float = 1.0) -> None:
         """Reduce the values logged since the last reduction; every process must call this after each of its batches.
 

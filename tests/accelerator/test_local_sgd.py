@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import ranks
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from paceline.accelerator.accelerator import Accelerator
 from paceline.accelerator.local_sgd import LocalSGD
@@ -190,3 +192,67 @@ def test_local_sgd_refuses_what_it_cannot_average() -> None:
         LocalSGD(accelerator, model, 2)
     with pytest.raises(ValueError, match=r"is less than 1"):
         LocalSGD(accelerator, accelerator.prepare(model), 0)
+
+
+def resumed(folder: Path, save_after: int | None = None, load: bool = False, precision: str = "no") -> Any:
+    """Train with local SGD for 7 batches; stop after ``save_after`` with a saved state, or continue from that state."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model, optimizer = made()
+    loader = DataLoader(ConcatDataset([TensorDataset(*pair) for pair in data(0)]), batch_size=3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if load:
+        accelerator.load_state(folder)
+    for _ in range(loader.epoch, 2):
+        with LocalSGD(accelerator, model, 3) as local_sgd:
+            for x, y in loader:
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+                if loader.epoch * 4 + loader.batches_done == save_after:
+                    accelerator.save_state(folder)
+                    return None
+    return model.state_dict(), optimizer.state_dict(), local_sgd.num_steps
+
+
+@pytest.mark.parametrize(("after", "precision"), [(2, "no"), (2, "fp16"), (6, "no")])
+def test_a_state_saved_inside_local_sgd_resumes_bit_identically(after: int, precision: str, tmp_path: Path) -> None:
+    whole = ranks(2, resumed, tmp_path / "whole", None, False, precision)
+    ranks(2, resumed, tmp_path / "state", after, False, precision)
+    rest = ranks(2, resumed, tmp_path / "state", None, True, precision)
+    for (weights, state, _), (expected, expected_state, steps) in zip(rest, whole, strict=True):
+        assert steps == 4
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+        for index, values in expected_state["state"].items():
+            assert torch.equal(state["state"][index]["momentum_buffer"], values["momentum_buffer"])
+
+
+def on_one_process(folder: Path) -> dict[str, Tensor]:
+    accelerator = Accelerator(cpu=True)
+    model, _ = accelerator.prepare(*made())
+    accelerator.load_state(folder)
+    return model.state_dict()
+
+
+def apart(folder: Path) -> dict[str, Tensor]:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*made())
+    with LocalSGD(accelerator, model, 8):
+        for x, y in data(accelerator.process_index, 2):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(folder)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_another_number_of_processes_resumes_with_the_mean_of_weights_that_trained_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline")
+    first, second = ranks(2, apart, tmp_path)
+    assert not torch.equal(first["0.weight"], second["0.weight"])
+    for name, value in on_one_process(tmp_path).items():
+        torch.testing.assert_close(value, (first[name] + second[name]) / 2)
+    assert "the weights of Sequential that processes trained apart (their mean)" in caplog.text

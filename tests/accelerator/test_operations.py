@@ -11,10 +11,11 @@ import pytest
 import torch
 from rank_processes import RanksError, ranks
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from paceline import messages
 from paceline.accelerator import nested_tensors, operations
+from paceline.accelerator.accelerator import Accelerator
 from paceline.accelerator.loaders import DataLoaderConfiguration, prepare_data_loader
 from paceline.accelerator.operations import (
     DistributedOperationException,
@@ -136,6 +137,32 @@ def test_samples_without_tensors_come_back_once_each(shape: Any, collate: Any) -
         return found == [str(i) for i in range(5)] * 2
 
     assert ranks(2, evaluate) == [True, True]
+
+
+class Split(IterableDataset[int]):
+    """A stream whose workers share its samples."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        worker: Any = get_worker_info()
+        yield from range(worker.id, self.count, worker.num_workers)
+
+
+@pytest.mark.parametrize(("processes", "count"), [(3, 3), (2, 13)])
+def test_gather_for_metrics_returns_each_sample_of_a_stream_once_if_its_workers_end_at_different_times(
+    processes: int, count: int
+) -> None:
+    def gathered() -> list[int]:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(Split(count), 2, num_workers=2))
+        found: list[int] = []
+        for batch in loader:
+            found += accelerator.gather_for_metrics(batch).tolist()
+        return sorted(found)
+
+    assert ranks(processes, gathered) == [list(range(count))] * processes
 
 
 def test_gather_for_metrics_over_loaders_of_different_lengths_is_an_error_at_once() -> None:

@@ -5,19 +5,21 @@ And ``join_uneven_inputs``: processes with fewer batches do not let the others w
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from own_loop import data, loss_of, network, whole_weights
+from own_loop import data, loss_of, network, weights, whole_weights
 from rank_processes import RanksError, ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline.accelerator.accelerator import Accelerator
 from paceline.accelerator.parallelism_config import ParallelismConfig, TorchTensorParallelConfig
+from paceline.accelerator.plugins import GradientAccumulationPlugin
 
 
 def _go_on(strategy: str) -> torch.Tensor | None:
@@ -214,6 +216,62 @@ def test_u12_prepared_loaders_give_each_sample_once_inside_and_are_even_again_af
 def test_joined_processes_may_accumulate() -> None:
     first, second = ranks(2, on_unequal_batches, True, 2)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def two_epochs(count: int, size: int, window: int, each: bool, joined: bool) -> tuple[Tensor, Tensor, float]:
+    """Train for two epochs; returns weights, Adam's first moments and the learning rate."""
+    torch.manual_seed(0)
+    plugin = GradientAccumulationPlugin(num_steps=window, sync_each_batch=each)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = network()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    loader = DataLoader(data(count), batch_size=size)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    for _ in range(2):
+        with accelerator.join_uneven_inputs([model], even_batches=False) if joined else nullcontext():
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, batch))
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+    moments = torch.cat([state["exp_avg"].flatten() for state in optimizer.state_dict()["state"].values()])
+    return weights(model), moments, schedule.get_last_lr()[0]
+
+
+@pytest.mark.parametrize(
+    ("count", "processes", "window", "each"),
+    [(13, 2, 1, False), (13, 2, 2, False), (13, 2, 2, True), (19, 3, 4, True), (20, 3, 3, False)],
+)
+def test_joined_processes_learn_what_one_process_learns(count: int, processes: int, window: int, each: bool) -> None:
+    expected = two_epochs(count, 2 * processes, window, False, False)
+    for found in ranks(processes, two_epochs, count, 2, window, each, True):
+        torch.testing.assert_close(found[:2], expected[:2], rtol=1e-10, atol=1e-12)
+        assert found[2] == expected[2]
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        yield from torch.arange(6.0)
+
+
+def join_a_stream(window: int) -> int:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
+    model = nn.Linear(1, 1)
+    model, loader = accelerator.prepare(model, DataLoader(Stream(), batch_size=4))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x[:, None]).sum())
+    return loader.epoch
+
+
+def test_joined_processes_cannot_accumulate_over_a_stream_without_a_length() -> None:
+    assert ranks(2, join_a_stream, 1) == [1, 1]
+    with pytest.raises(RanksError, match=r"does not support gradient_accumulation_steps=2 .*\(Stream\) has no length"):
+        ranks(2, join_a_stream, 2)
 
 
 def refused(strategy: str | None) -> Any:

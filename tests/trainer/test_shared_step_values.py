@@ -251,6 +251,53 @@ def test_values_are_shared_after_a_resume_inside_an_epoch(tmp_path: Path) -> Non
     assert ranks(2, run) == [[2.5, 3.5], [2.5, 3.5]]
 
 
+class Rows(Logger):
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    @property
+    def name(self) -> str:
+        return "rows"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows += [float(metrics["v_step"])] if "v_step" in metrics else []
+
+    def log_hyperparams(self, params: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_values_of_a_hook_are_shared_by_a_run_that_resumes_from_a_checkpoint_of_that_hook(
+    tmp_path: Path, after: int
+) -> None:
+    class Saved(Logs):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("v", float(batch_idx + 3 * self.global_rank), on_step=True, on_epoch=True, sync_dist=True)
+            if batch_idx == after and not (tmp_path / "hook.ckpt").exists():
+                self.trainer.strategy.barrier("both know that the file is missing")
+                self.trainer.save_checkpoint(tmp_path / "hook.ckpt")
+
+        def on_train_epoch_end(self) -> None:
+            self.note()
+
+    def run(path: Path | None) -> tuple[list[float], float]:
+        module, rows = Saved(lambda *_: None), Rows()
+        settings = SETTINGS | {"logger": rows, "log_every_n_steps": 1}
+        Trainer(**settings).fit(module, loader(5), ckpt_path=path)
+        return rows.rows, module.seen[-1]["v_step"]
+
+    whole = ranks(2, run, None)
+    rest = ranks(2, run, tmp_path / "hook.ckpt")
+    assert whole[0][0] == [1.5, 2.5, 2.0]  # rank 1 only repeats a sample in the last batch
+    for (rows, last), (expected, expected_last) in zip(rest, whole, strict=True):
+        assert rows == expected[after:]
+        assert last == expected_last
+
+
 def test_a_rank_without_a_sample_in_the_last_batch_shows_what_the_others_logged() -> None:
     def logs(module: Logs, batch_idx: int) -> None:
         module.log("mean", float(module.global_rank + 2 * batch_idx), sync_dist=True)
