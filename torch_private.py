@@ -200,6 +200,11 @@ storage_key: Callable[[Any], int] = attrgetter("_cdata")
 backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Return True if a hook runs when a parameter gets a gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def change_count(tensor: Tensor) -> int | None:
     """Return how often a tensor was changed in place; None for inference tensors, for which torch keeps no count."""
     try:
@@ -287,6 +292,24 @@ def time_every_step(wrapped: Any) -> None:
 #: Returns the times that a ``DistributedDataParallel`` measured, in nanoseconds by name, plus ``iteration``, the number
 #: of steps.
 communication_times: Callable[[Any], Mapping[str, Any]] = methodcaller("_get_ddp_logging_data")
+
+
+def settle_buckets(wrapped: Any) -> None:
+    """Let ``DistributedDataParallel`` order its buckets as the gradients of its first averaged backward pass came.
+
+    Torch does this in the next forward pass. All ranks must call this.
+    """
+    wrapped._has_rebuilt_buckets |= wrapped.reducer._rebuild_buckets()
+
+
+def bucket_order(wrapped: Any) -> list[Tensor] | None:
+    """Return the parameters in the order of ``DistributedDataParallel``'s buckets; None if it is not settled yet.
+
+    This briefly takes as much memory as the gradients.
+    """
+    if not wrapped._has_rebuilt_buckets:
+        return None
+    return [one for bucket in wrapped.reducer._get_zeros_like_grad_buckets() for one in bucket.parameters()]
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

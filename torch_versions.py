@@ -24,7 +24,7 @@ USED = {
     "nn.modules.batchnorm": "_BatchNorm _check_non_zero_input_channels",
     "nn.modules.conv": "_ConvNd",
     "nn.modules.dropout": "_DropoutNd",
-    "Tensor": "_backward_hooks _version grad_dtype untyped_storage",
+    "Tensor": "_backward_hooks _post_accumulate_grad_hooks _version grad_dtype untyped_storage",
     "autograd.variable": "_execution_engine",
     "UntypedStorage": "_cdata",
     "": "_foreach_mul_ _foreach_norm",
@@ -38,7 +38,8 @@ USED = {
     "distributed.distributed_c10d": "_get_default_store _get_backend _timeout",
     "distributed.device_mesh": "_flatten",
     "nn.parallel.distributed": (
-        "_ddp_params_and_buffers_to_ignore _get_ddp_logging_data _set_ddp_runtime_logging_sample_rate"
+        "_ddp_params_and_buffers_to_ignore _get_ddp_logging_data _set_ddp_runtime_logging_sample_rate "
+        "_has_rebuilt_buckets _rebuild_buckets _get_zeros_like_grad_buckets"
     ),
     "distributed.tensor._api": "_local_tensor _spec _op_dispatcher",
     "distributed.tensor._dispatch": "sharding_propagator",

@@ -161,12 +161,16 @@ class Contents:
             "loaders": [loader.state_dict() for loader in self.prepared.loaders],
             **self.windows.gather(),
             "buffers": [tensors_apart(replica(one.module, one.strategy), one.strategy) for one in placements],
+            "reduction_orders": self._reduction_orders() if strategy.is_global_zero else [],
             "optimizers": self._optimizers_apart(),
             "local_steps": {index: one.local_steps for index, one in enumerate(placements) if one.local_steps},
             **self._counters_apart(),
             "custom": {i: state for i, state in enumerate(custom) if sums[i] != first[i]},
             "random": seed.random_states(),
         }
+
+    def _reduction_orders(self) -> list[list[int] | None]:
+        return [one.strategy.reduction_order() for one in self.prepared.placements.values()]
 
     def _optimizers_apart(self) -> dict[int, Any]:
         """Return this rank's optimizer states that differ from rank 0's because the ranks trained apart."""
@@ -317,6 +321,9 @@ class Restored:
             one = self.prepared.optimizers[index]
             apart = own.get("optimizers", {}).get(index) if one.strategy.holds_whole_module else None
             one.strategy.load_optimizer_state(_module_of(one), one.optimizer, apart or state)
+        orders = self.ranks[0].get("reduction_orders", []) if self.alike and self.ranks else []
+        for placement, order in zip(self.prepared.placements.values(), orders, strict=False):
+            placement.strategy.restore_reduction_order(order)
         for index, placement in enumerate(self.prepared.placements.values()):
             placement.local_steps = own.get("local_steps", {}).get(index, 0)
         schedules = own.get("lr_schedulers") or self.checkpoint.get("lr_schedulers", [])

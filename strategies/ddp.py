@@ -19,11 +19,14 @@ from ..big_model.quantized_layers import statistics_of
 from ..devices.kinds import kind_of
 from ..torch_private import (
     at_end_of_backward,
+    bucket_order,
     communication_times,
+    has_hooks,
     ignore_in_ddp,
     ignored_by_ddp,
     local_part,
     multiply_each_,
+    settle_buckets,
     time_every_step,
 )
 from .distributed import DistributedStrategy, ProcessOptions, average_gradients, passes_on, same_tensors
@@ -120,6 +123,9 @@ class DDPStrategy(DistributedStrategy):
         #: Whether the next backward pass records the graph (static_graph): torch must reduce gradients in that pass.
         self._records = False
         self._averager: Any = None
+        #: Whether torch orders its buckets by the first backward pass, which changes how three or more values add up.
+        self._reorders = self._settles = False
+        self._order: list[int] | None = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
             raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
         if isinstance(ddp_comm_wrapper, str) and ddp_comm_wrapper not in WRAPPERS:
@@ -176,6 +182,8 @@ class DDPStrategy(DistributedStrategy):
             find_unused_parameters=unused,
             **self.ddp_options,
         )
+        self._reorders = self.talks and self.world_size > 2 and not (unused or self._records or self.hook[0])
+        self._settles, self._order = self._reorders, None
         if self.talks and self.ddp_options.get("init_sync", True):
             same_tensors(statistics_of(module), self.data_group)  # DistributedDataParallel does not broadcast these
         if self.hook[0] is not None:
@@ -459,11 +467,49 @@ class DDPStrategy(DistributedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)
         self._disarm()
+        if self._settles:
+            self._settle_buckets()
         if self._averager is not None and stepped:
             self._averager.average_parameters(optimizer.param_groups)
         return stepped
 
+    def _settle_buckets(self) -> None:
+        """Let torch order its buckets now, so that a checkpoint of the first step contains the order."""
+        wrapped: Any = self._wrapped
+        if all(one.grad is not None for one in self._reduced):  # otherwise, torch raises an error in the next forward
+            settle_buckets(wrapped)
+        self._settles = False
+
     # ---- state -------------------------------------------------------------------------------------------------------
+
+    def reduction_order(self) -> list[int] | None:
+        if self._order is None and self._wrapped is not None and self._reorders:
+            numbers = {id(one): number for number, one in enumerate(self._reduced)}
+            found = bucket_order(self._wrapped) or []
+            self._order = [numbers[id(one)] for one in found if id(one) in numbers] or None
+        return self._order
+
+    def restore_reduction_order(self, order: list[int] | None) -> None:
+        """Order the buckets as in the saved run, so that sums of three or more ranks' gradients round in the same way.
+
+        Torch takes the order from the first backward pass, so this runs one that yields gradients of zero. If the user
+        has hooks on the parameters, they must not see these gradients, and the order is left alone.
+        """
+        wrapped = self._wrapped
+        known = order is not None and sorted(order) == list(range(len(self._reduced)))
+        if not known or wrapped is None or not self._reorders or any(map(has_hooks, self._reduced)):
+            return
+        total = torch.zeros((), device=self.device)
+        for number in reversed(order or []):  # the last gradient to be needed is computed first
+            one = self._reduced[number]
+            part = (torch.view_as_real(one) if one.is_complex() else one).reshape(-1)[:1]
+            total = total + part.sum().float() * 0
+        wrapped.reducer.prepare_for_backward([])
+        total.backward()
+        for one in self._reduced:
+            one.grad = None
+        settle_buckets(wrapped)
+        self._order, self._settles = order, False
 
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         super().load_window_gradients(module, state)

@@ -69,6 +69,13 @@ class State:
         optimizer.load_state_dict(state)
         move_optimizer_state(optimizer, self.device)
 
+    def reduction_order(self) -> list[int] | None:
+        """Return the order in which gradients are reduced, as indices of parameters; None if it never changes."""
+        return None
+
+    def restore_reduction_order(self, order: list[int] | None) -> None:
+        """Restore a saved :meth:`reduction_order` before the first backward pass. Every process must call this."""
+
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
         """Return this process's gradients of an unfinished accumulation window, on the CPU, keyed by parameter name.
 

@@ -326,8 +326,13 @@ def test_tensors_of_one_storage_have_one_key() -> None:
 def test_a_tensor_knows_its_hooks_of_backward() -> None:
     x = torch.ones(1, requires_grad=True)
     assert private.backward_hooks(x) is None
+    assert not private.has_hooks(x)
     x.register_hook(lambda grad: None)
     assert len(private.backward_hooks(x)) == 1
+    assert private.has_hooks(x)
+    y = torch.ones(1, requires_grad=True)
+    y.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert private.has_hooks(y)
 
 
 def test_changes_in_place_are_counted() -> None:
@@ -435,6 +440,18 @@ def test_data_parallel_times_its_communication(group: Any) -> None:
     assert told["iteration"] >= 1
     assert told["avg_backward_comm_time"] > 0
     assert "avg_backward_compute_comm_overlap_time" in told
+
+
+def test_data_parallel_orders_its_buckets_by_the_first_backward(group: Any) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    wrapped = DistributedDataParallel(net)
+    assert private.bucket_order(wrapped) is None
+    wrapped(torch.ones(2)).sum().backward()
+    private.settle_buckets(wrapped)
+    order = private.bucket_order(wrapped)
+    assert order is not None
+    assert {id(one) for one in order[:2]} == {id(one) for one in net[1].parameters()}
+    assert {id(one) for one in order} == {id(one) for one in net.parameters()}
 
 
 def test_data_parallel_ignores_what_an_inner_module_says(group: Any) -> None:

@@ -55,6 +55,8 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
         "buffers": tensors_apart(replica(run.module, strategy), strategy),
         "losses": None,
     }
+    if strategy.is_global_zero:
+        kept["reduction_order"] = strategy.reduction_order()
     if fit is not None:
         kept["losses"] = fit.losses.state_dict()
         kept |= fit.position_in_data()
@@ -230,6 +232,8 @@ class Resumed:
     def restore(self) -> None:
         """Restore the state that is needed to train on the next batch."""
         run = self.run
+        if self._alike and self.ranks:
+            run.strategy.restore_reduction_order(self.ranks[0].get("reduction_order"))
         if self.in_loops:
             mine, module = self._stood_for(), run.module
             entries = mine or self.ranks
