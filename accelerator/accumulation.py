@@ -254,8 +254,12 @@ class PluginFields(MutableMapping[str, Any]):
         setattr(self._state, name, value)
 
     def __delitem__(self, name: str) -> None:
-        """Restore a field's default; one micro-batch per window for ``num_steps``."""
-        self[name] = 1 if name == "num_steps" else self.defaults[name]
+        """Restore a field's default. ``num_steps`` has none."""
+        if name == "num_steps":
+            raise TypeError(
+                "GradientAccumulationPlugin: num_steps cannot be deleted. Set it to 1 to step in each batch."
+            )
+        self[name] = self.defaults[name]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, default in self.defaults.items() if getattr(self._state, name) != default)

@@ -32,6 +32,10 @@ _ROOM, _BEFORE = "hooks", "before"
 Files = dict[str, list[int]]
 
 
+class MissingStateError(FileNotFoundError, ValueError):
+    """There is no state to load. Programs written for Accelerate catch its ValueError in order to start anew."""
+
+
 @dataclass(eq=False)
 class Folders:
     """The folders where one Accelerator saves its states.
@@ -98,7 +102,7 @@ class Folders:
             return where / STATE
         if where.name.endswith(manifest.SUFFIX) and where.exists():
             return where
-        raise FileNotFoundError(_nothing_in(where))
+        raise MissingStateError(_nothing_in(where))
 
     def _newest(self) -> Location:
         config = self.project
@@ -119,7 +123,7 @@ class Folders:
         if newest is None:
             where = messages.names(map(str, folders or self.folders), "and")
             broken = f" Skipped: {listed}." if listed else ""
-            raise FileNotFoundError(
+            raise MissingStateError(
                 f"accelerator.load_state(): there is no valid state in {where}.{broken} Save a state first, or pass "
                 "input_dir."
             )

@@ -114,8 +114,17 @@ def unweighted(loader: CombinedLoader, batches: int | float) -> list[int]:
 
 
 def ends_separately(loader: Any) -> bool:
-    """Return True if each of several workers has a last batch, because they read an iterable dataset."""
-    return isinstance(shard_of(loader), RankStream) and loader.num_workers > 1
+    """Return True if workers read an iterable dataset, so each of them has a last batch; see :func:`batch_share`.
+
+    False for a loader that saves its workers' positions (torchdata's) or that yields batches out of order, because the
+    workers' last batches cannot be told apart from the others then.
+    """
+    return (
+        isinstance(shard_of(loader), RankStream)
+        and loader.num_workers > 0
+        and not hasattr(loader, "load_state_dict")
+        and getattr(loader, "in_order", True)
+    )
 
 
 def batch_share(loader: Any, number: int, at_end: bool) -> float:
@@ -124,12 +133,20 @@ def batch_share(loader: Any, number: int, at_end: bool) -> float:
     Args:
         loader: a loader that :func:`shard_training` returned.
         number: index of the batch (0-based), which has been fetched.
-        at_end: whether the loader is known to end after this batch.
+        at_end: whether the loader ended after this batch.
     """
-    if at_end:
-        return last_share(loader)
-    shard = shard_of(loader)
-    return shard.share_of(number) if isinstance(shard, RankStream) and not shard.division.evaluation else 1.0
+    if ends_separately(loader):
+        return shard_of(loader).share_of(number)
+    return last_share(loader) if at_end else 1.0
+
+
+def ends_unknown(loader: Any, batches: int | float) -> bool:
+    """Return True if an epoch of ``batches`` batches ends in a batch whose share is known once it has been fetched."""
+    shard, length = shard_of(loader), length_of(loader)
+    if isinstance(shard, RankStream) and loader.num_workers == 0 and length is None:
+        return True  # this process has read no further
+    unknown = length is None or (isinstance(shard, RankStream) and loader.num_workers > 1)
+    return unknown and batches in (float("inf"), length)
 
 
 def surplus(loader: Any) -> bool:
@@ -266,6 +283,8 @@ class RankStream(Shard, IterableDataset[Any]):
         """Return the weight of batch ``number`` in the pass; 1.0 unless that batch is a worker's last batch."""
         ends = self._ends.tolist()
         for worker, (count, share) in enumerate(ends):
+            if share == 1.0:
+                continue
             turns = [min(made, count - (other >= worker)) for other, (made, _) in enumerate(ends)]
             if count and sum(turns) == number:
                 return share

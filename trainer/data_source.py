@@ -27,6 +27,7 @@ from ..data.sharding import (
     batch_indices,
     batch_share,
     ends_separately,
+    ends_unknown,
     last_share,
     shard_evaluation,
     shard_training,
@@ -131,7 +132,7 @@ class DataSource:
             self.train_loader = loader
             self.ends_separately = ends_separately(loader)
             self.known_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
-            if self.ends_separately or (self._is_mine and length_of(loader) is None):
+            if self.ends_separately or (self._is_mine and ends_unknown(loader, self.num_training_batches)):
                 self.known_share = None
             if self._is_mine and isinstance(loader, CombinedLoader):
                 self._tell_unweighted(unweighted(loader, self.num_training_batches))
@@ -150,13 +151,14 @@ class DataSource:
                 "processes can share evenly."
             )
 
-    def share(self, batch_idx: int, at_end: bool) -> float:
+    def share(self, batch_idx: int) -> float:
         """Return the weight of a training batch's loss on this rank; it differs if ranks have unequal batches.
 
-        The batch has been fetched. It is the epoch's last one, unless workers' streams end separately. ``at_end`` says
-        whether the loader ended after it.
+        The batch has been fetched. It is the epoch's last one, unless workers' streams end separately.
         """
-        return batch_share(self.train_loader, batch_idx, at_end) if self.known_share is None else self.known_share
+        if self.known_share is not None:
+            return self.known_share
+        return batch_share(self.train_loader, batch_idx, at_end=True)
 
     def _in_order(self, loader: Any, stage: str) -> Any:
         """Return the loader with shuffling turned off, for ``overfit_batches``."""

@@ -154,7 +154,7 @@ class FitLoop:
         run, state, metrics, stops = self.run, self.state, self.metrics, self.stops
         self.start_epoch()
         self.plan_epoch()
-        step = self.step(batches := self.batches(start_batch))
+        step, batches = self.step(), self.batches(start_batch)
         run_step = self.profiler.around("run_training_batch", step)  # `step` itself if nothing is profiled
         num_batches = run.source.num_training_batches  # inf if the loader has no length
         schedules, max_steps, log_every = self.schedules, self.max_steps, self.log_every
@@ -267,18 +267,20 @@ class FitLoop:
             self.repeats.forget()
             self.repeats = None
 
-    def step(self, batches: Any) -> ManualStep:
+    def step(self) -> ManualStep:
         """Create the epoch's step, because callbacks may have changed the optimizers or the accumulation."""
         if self.whole is not None:
             return self.whole.step(self.losses)
-        weighs = self.run.source.known_share != 1.0
+        source = self.run.source
+        weighs = source.known_share != 1.0
         step = choose_step(
             self.run,
             without_repeated_items(self.run, self.forward) if weighs else self.forward,
             self.losses,
             self.manual_step_check,
         )
-        step = WeightedStep(step, batches) if weighs else step
+        if weighs:
+            step = WeightedStep(step, each=source.ends_separately and not self.takes_iterator)
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
@@ -370,7 +372,7 @@ class FitLoop:
             state.pending = LOGGING
         if state.pending is LOGGING and self.resumed is not None and self.resumed.values_wait:
             hook_values = self.metrics.step_value_sharings()[1]
-            hook_values.share(weight=self.run.source.last_share if state.is_last_batch else 1.0)
+            hook_values.share(weight=state.share)
         if state.pending is not NOTHING:
             self.after_hooks("")
 

@@ -51,6 +51,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
         "metrics": [] if over else running_metrics.logged(metrics, module) if repeats is None else repeats.logged,
         "torchmetrics": running_metrics.measured(metrics, module) if repeats is None else repeats.measured,
         "logged_until": 0 if state.epoch_done else state.next_batch if repeats is None else repeats.until,
+        "share": state.share,
         "gradients": _gradients(run),
         "buffers": tensors_apart(replica(run.module, strategy), strategy),
         "losses": None,
@@ -240,6 +241,8 @@ class Resumed:
             running_metrics.put_back(run.metrics, module, [kept["metrics"] for kept in entries], bool(mine))
             running_metrics.put_back_measured(module, [kept["torchmetrics"] for kept in entries], bool(mine))
             self._put_back_gradients()
+        if self._alike and self.own is not None and self.in_loops:
+            run.state.share = self.own.get("share", 1.0)
         if self._alike and self.own is not None and "model" in self._parts:
             put_back(replica(run.module, run.strategy), self.own["buffers"])
         if self._random:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .. import messages
-from ..data.batches import Batches, StepIterator
 from ..strategies.precision.base import BACKWARD
 from .hooks import method_of, overridden, takes
 from .joint_optimizer import needs_closure
@@ -316,17 +315,20 @@ class WeightedStep(ManualStep):
     """A step for a rank that may get more or fewer samples than other ranks; it sets ``state.share``.
 
     A batch whose share is 0.0 is run only so that other ranks do not wait, and the values that it logs are discarded.
+
+    Args:
+        step: the step to run.
+        each: whether any batch may need a weight, not only the epoch's last one.
     """
 
-    def __init__(self, step: ManualStep, batches: Batches | StepIterator) -> None:
+    def __init__(self, step: ManualStep, each: bool) -> None:
         self.step, self.run, self.state = step, step.run, step.state
-        self.batches = batches
-        self.each = step.run.source.ends_separately and isinstance(batches, Batches)
+        self.each = each
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
         weighs = self.each or state.is_last_batch
-        state.share = self.run.source.share(batch_idx, self.batches.exhausted) if weighs else 1.0
+        state.share = self.run.source.share(batch_idx) if weighs else 1.0
         if state.share:
             return self.step(batch, batch_idx)
         with self.run.metrics.muted(self.run.module):

@@ -43,10 +43,6 @@ class _Folders(Folders):
         )
 
 
-class MissingStateError(FileNotFoundError, ValueError):
-    """The folder of a state does not exist (Accelerate raises a ValueError), or lacks files (a FileNotFoundError)."""
-
-
 class ModelList(MutableSequence[nn.Module]):
     """The models that saved states contain.
 
@@ -169,16 +165,8 @@ class Accelerator(Attributes):
         return super().save_state(self._one_folder(output_dir), *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Like ``paceline.Accelerator.load_state``, but if processes pass different folders, process 0's is used.
-
-        Raises:
-            MissingStateError: the state does not exist.
-        """
-        folder = self._one_folder(input_dir)
-        try:
-            super().load_state(folder, *args, **kwargs)
-        except FileNotFoundError as error:
-            raise MissingStateError(*error.args) from None
+        """Like ``paceline.Accelerator.load_state``, but if processes pass different folders, process 0's is used."""
+        super().load_state(self._one_folder(input_dir), *args, **kwargs)
 
     def _one_folder(self, folder: Any) -> Any:
         """Return process 0's folder; if the processes' folders differ, report this once."""

@@ -21,6 +21,7 @@ _OF_STRATEGY = (
     "offload",
     "activation_checkpointing",
     "ignored_modules",
+    "state_dict_type",
 )
 
 
@@ -86,12 +87,20 @@ class FullyShardedDataParallelPlugin(plugins.FullyShardedDataParallelPlugin):
         used = vars(self).get("_used")  # the fields from which the strategy was created
         if used is None or not isinstance(strategy, FSDPStrategy):
             return
-        if all(value is used[name] for name, value in vars(self.plain()).items()):
+        now = vars(self.plain())
+        if all(value is used[name] for name, value in now.items()):
             return
+        if now["sharding_strategy"] is not used["sharding_strategy"]:
+            raise ValueError(
+                f"FullyShardedDataParallelPlugin: sharding_strategy={self.sharding_strategy!r} was set after the "
+                "Accelerator was created, when the processes had already been divided into groups. Pass it to the "
+                "plugin, and the plugin to Accelerator(fsdp_plugin=...)."
+            )
         given: dict[str, Any] = {"sharding": strategy.sharding, **self.options()}
         fresh = FSDPStrategy(**given)
         for name in _OF_STRATEGY:
             setattr(strategy, name, getattr(fresh, name))
+        vars(self)["_used"] = now
 
 
 def _shown(filled: plugins.FullyShardedDataParallelPlugin) -> dict[str, Any]:

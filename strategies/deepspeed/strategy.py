@@ -274,6 +274,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             "_trained": [],
             "_counts": [],
             "_overflow": None,
+            "_earlier": [],
         }
 
     # ---- communication -----------------------------------------------------------------------------------------------
@@ -282,12 +283,26 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._engine.set_gradient_accumulation_boundary(enabled)
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
+        self._complete()
+
+    def _complete(self) -> None:
         self._engine.set_gradient_accumulation_boundary(True)
         if self.stage == 1:
             self._engine.allreduce_gradients()
         else:  # other stages reduce in each backward
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
-        self._gradients_are_final = True
+        self._finalize()
+
+    def _gradients(self) -> list[Tensor]:
+        """Return this rank's gradients, completed if the last backward pass did not communicate."""
+        if self._has_gradients and not self._gradients_are_final:
+            self._complete()
+        return zero_partitions.gradients(self._engine.optimizer)
+
+    def _finalize(self) -> None:
+        """Complete the gradients after the last backward pass before a step."""
+        zero_partitions.complete_backward(self._engine.optimizer, self._earlier)
+        self._earlier, self._gradients_are_final = [], True
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -302,10 +317,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         else:
             with self.precision.backward_context():
                 how(self._engine.scale(loss))
-        self._has_gradients, self._gradients_are_final = True, self._engine.is_gradient_accumulation_boundary()
-        if self._gradients_are_final:
-            zero_partitions.complete_backward(zero, self._earlier)
-            self._earlier = []
+        self._has_gradients, self._gradients_are_final = True, False
+        if self._engine.is_gradient_accumulation_boundary():
+            self._finalize()
 
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the full gradient on every rank; None before it is complete. Every rank must call this."""
@@ -319,13 +333,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._engine.optimizer.loss_scale
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
-        sharded_tensors.multiply(zero_partitions.gradients(self._engine.optimizer), factor)
+        sharded_tensors.multiply(self._gradients(), factor)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self.precision.scaler is None or self._overflow is not None:
             return
         precision: Any = self.precision  # this precision has a scaler
-        grads, found = zero_partitions.gradients(self._engine.optimizer), torch.zeros((), device=self.device)
+        grads, found = self._gradients(), torch.zeros((), device=self.device)
         sharded_tensors.multiply(grads, precision.inverse_scale())
         for grad in grads:
             found += (~torch.isfinite(grad).all()).to(self.device)
@@ -334,7 +348,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm of the engine's gradients; ``parameters`` is ignored."""
-        grads = zero_partitions.gradients(self._engine.optimizer)
+        grads = self._gradients()
         local = torch.nn.utils.get_total_norm(grads, norm_type).to(self.device)
         if norm_type == float("inf"):
             total = self.reduce(local, "max")
@@ -346,7 +360,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         largest = clip_value * self._loss_scale
-        for grad in zero_partitions.gradients(self._engine.optimizer):
+        for grad in self._gradients():
             overflow = torch.isinf(grad)
             grad.clamp_(-largest, largest).masked_fill_(overflow, torch.nan)  # keep the overflow visible
 
@@ -354,6 +368,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if closure is not None:
             closure()
         engine = self._engine
+        self._gradients()
         self._pass_settings(optimizer)
         self.unscale_gradients(optimizer)
         self._keep_changes()

@@ -23,8 +23,9 @@ PLAIN: Run = (22, 2, False, {})
 RUNS: list[Run] = [
     PLAIN,
     (21, 2, False, {"accumulate_grad_batches": 2}),
-    (22, 2, False, {"limit_train_batches": 5}),
-    (22, 1, False, {"limit_train_batches": 5}),
+    (22, 2, False, {"limit_train_batches": 4}),
+    (21, 1, False, {"limit_train_batches": 5}),
+    (23, 1, False, {"limit_train_batches": 6}),
     (22, 2, True, {}),
     (25, 2, True, {"accumulate_grad_batches": 3}),
 ]

@@ -28,7 +28,10 @@ LOOPS = [
     (1, "goes back twice"),
     (2, "goes back twice"),
     (1, "shares gradients in two of three"),
+    (1, "steps after a backward under no_sync"),
 ]
+#: Which micro-batch of three runs its backward pass under no_sync.
+ALONE = {"shares gradients in two of three": 1, "steps after a backward under no_sync": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +48,7 @@ def learn(steps: int, kind: str, batch_size: int, plugin: DeepSpeedPlugin | None
     data = TensorDataset(torch.randn(36, 4), torch.randn(36, 1))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size))
     for index, (x, y) in enumerate(loader):
-        shares = kind != "shares gradients in two of three" or index % 3 != 1
+        shares = index % 3 != ALONE.get(kind)
         with accelerator.accumulate(model) if shares else accelerator.no_sync(model):
             loss, second = nn.functional.mse_loss(model(x), y), model(x).square().mean()
             if kind == "skips a layer" and index % 3 == 1:
@@ -58,7 +61,7 @@ def learn(steps: int, kind: str, batch_size: int, plugin: DeepSpeedPlugin | None
             if kind == "discards" and index % 3 == 1:
                 optimizer.zero_grad()
                 continue
-            if kind == "shares gradients in two of three" and index % 3 != 2:
+            if kind in ALONE and index % 3 != 2:
                 continue
             optimizer.step()
             optimizer.zero_grad()
