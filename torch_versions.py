@@ -39,7 +39,7 @@ USED = {
     "distributed.device_mesh": "_flatten",
     "nn.parallel.distributed": (
         "_ddp_params_and_buffers_to_ignore _get_ddp_logging_data _set_ddp_runtime_logging_sample_rate "
-        "_has_rebuilt_buckets _rebuild_buckets _get_zeros_like_grad_buckets"
+        "_has_rebuilt_buckets reducer _rebuild_buckets _get_zeros_like_grad_buckets"
     ),
     "distributed.tensor._api": "_local_tensor _spec _op_dispatcher",
     "distributed.tensor._dispatch": "sharding_propagator",

@@ -101,7 +101,7 @@ def words(text: str) -> set[str]:
 #: Attributes in the file that are public in torch or in Python, and two that are used only if torch has them.
 PUBLIC = {
     *("DTensor", "Logger", "Module", "Parameter", "SyncBatchNorm", "device", "dtype", "forward", "get", "getLogger"),
-    *("Variable", "autograd", "grad", "name", "options", "patch", "placements", "pop", "queue_callback"),
+    *("Variable", "autograd", "grad", "name", "options", "parameters", "patch", "placements", "pop", "queue_callback"),
     *("requires_grad", "requires_grad_", "shape", "to", "values"),
     *("manual_backward_finalization_active", "unsharded_accumulated_grad"),
 }
