@@ -30,6 +30,7 @@ def install() -> None:
     module: Any = TrainingModule
     module.to_torchscript = _refuse_torchscript
     module.to_tensorrt = _refuse_tensorrt
+    module._compiler_ctx = None  # a Trainer gets the module that torch.compile wraps, not a compiled module
 
 
 def _ddp_kwargs(strategy: DDPStrategy) -> dict[str, Any]:

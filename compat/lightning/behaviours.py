@@ -140,7 +140,7 @@ def _change_callbacks() -> None:
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
-    from . import lenient, saving_choices
+    from . import finetuning, lenient, saving_choices, stopping_choices
     from .callbacks import (
         due_without_scheduler,
         in_folder_of_logger,
@@ -194,6 +194,8 @@ def _change_callbacks() -> None:
     )
 
     saving_choices.install()
+    stopping_choices.install()
+    finetuning.install()
     BackboneFinetuning._every_optimizer = True
     StochasticWeightAveraging._before_epochs = True
     for name, hook in stats_hooks().items():

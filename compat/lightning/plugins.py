@@ -44,14 +44,23 @@ def _trainer(strategy: Strategy) -> Any:
     return None if found is None else found()
 
 
-def _of_trainer(name: str, otherwise: Any = None) -> property:
-    """Create a property for strategies that reads the attribute ``name`` of the strategy's Trainer."""
+def _of_trainer(name: str, otherwise: Any = None, settable: bool = False) -> property:
+    """Create a property for strategies that reads, or sets, the attribute ``name`` of the strategy's Trainer."""
 
     def get(strategy: Strategy) -> Any:
         trainer = _trainer(strategy)
         return otherwise if trainer is None else getattr(trainer, name)
 
-    return property(get, doc=f"The Trainer's ``{name}``.")
+    def put(strategy: Strategy, value: Any) -> None:
+        trainer = _trainer(strategy)
+        if trainer is None:
+            raise AttributeError(
+                f"{type(strategy).__name__}.{name} cannot be set, because no Trainer has this strategy yet. Set it "
+                "during the fit, for example in on_train_epoch_start."
+            )
+        setattr(trainer, name, value)
+
+    return property(get, put if settable else None, doc=f"The Trainer's ``{name}``.")
 
 
 class StrategyNames(Strategy):
@@ -64,8 +73,13 @@ class StrategyNames(Strategy):
     handles_gradient_accumulation = False
     lightning_module = _of_trainer("lightning_module")
     model = _of_trainer("model")
-    optimizers = _of_trainer("optimizers", [])
-    lr_scheduler_configs = _of_trainer("lr_scheduler_configs", [])
+    optimizers = _of_trainer("optimizers", [], settable=True)
+    lr_scheduler_configs = _of_trainer("lr_scheduler_configs", [], settable=True)
+
+    @property
+    def strategy_name(self) -> str:
+        """The name by which a Trainer chooses this strategy."""
+        return self.names[0] if self.names else type(self).__name__.lower()
 
     @property
     def accelerator(self) -> Accelerator:

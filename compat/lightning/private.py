@@ -20,6 +20,7 @@ from ...strategies.compile_networks import uncompiled
 from ...utilities.rank_zero import WarningCache
 from ..finder import UNKNOWN, placeholder
 from . import library_functions, logger_functions
+from .results import ResultCollection, ResultMetric
 
 _FLAG = re.compile(r"_(TORCH|TORCHMETRICS|PYTHON|OMEGACONF)_(GREATER_EQUAL|EQUAL|LESS_EQUAL)_(\d+(?:_\d+)*)")
 _COMPARED = {"GREATER_EQUAL": operator.ge, "LESS_EQUAL": operator.le, "EQUAL": operator.eq}
@@ -91,6 +92,8 @@ _VALUES: dict[str, Any] = {
     "_IS_WINDOWS": sys.platform == "win32",
     "_KINETO_AVAILABLE": torch.profiler.kineto_available(),
     "_SignalConnector": _SignalConnector,
+    "_ResultCollection": ResultCollection,
+    "_ResultMetric": ResultMetric,
     "_add_prefix": logger_functions.add_prefix,
     "_atomic_save": library_functions.atomic_save,
     "_convert_json_serializable": logger_functions.convert_json_serializable,
