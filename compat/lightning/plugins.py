@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload
 
+from ... import messages
 from ...callbacks.device_stats_monitor import cpu_stats, device_stats
 from ...checkpoint.checkpoint_io import AsyncCheckpointIO, TorchCheckpointIO
 from ...processes.accelerators import Accelerator, AcceleratorRegistry
@@ -27,7 +28,7 @@ from ...strategies.base import Strategy
 from ...strategies.distributed import DistributedStrategy
 from ...strategies.fsdp.settings import FSDPSettings
 from ...torch_private import pytree
-from ...trainer import checkpoint_contents
+from ...trainer import checkpoint_contents, start_run
 from ...trainer.trainer import Trainer
 
 #: The last Trainer that created or received each strategy.
@@ -75,6 +76,29 @@ class StrategyNames(Strategy):
     model = _of_trainer("model")
     optimizers = _of_trainer("optimizers", [], settable=True)
     lr_scheduler_configs = _of_trainer("lr_scheduler_configs", [], settable=True)
+
+    @property
+    def _lightning_module(self) -> Any:
+        return self.lightning_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:
+        self.connect(module)
+
+    def connect(self, model: Any) -> None:
+        """Give the Trainer a module before its first run, so that ``trainer.save_checkpoint`` can save it."""
+        trainer = _trainer(self)
+        if trainer is None:
+            raise AttributeError(
+                f"{type(self).__name__}.connect needs a Trainer. Create one with Trainer(strategy=...), and use its "
+                "strategy."
+            )
+        if trainer.state.fn is not None and model is not trainer.lightning_module:
+            raise RuntimeError(
+                f"The module cannot be replaced by {messages.a(model)} during {trainer.state.fn}. Connect it before "
+                "the run."
+            )
+        start_run.hold(trainer.current_run, model)
 
     @property
     def strategy_name(self) -> str:
@@ -214,6 +238,10 @@ _FSDP = {
 }
 
 
+#: Method of Lightning's strategies that has no equivalent in Paceline.
+_LAUNCHES = "_configure_launcher"
+
+
 def take_arguments(strategy: Any) -> None:
     """Make a strategy's constructor accept Lightning's additional arguments.
 
@@ -225,6 +253,12 @@ def take_arguments(strategy: Any) -> None:
 
     @functools.wraps(init)
     def take(self: Any, *args: Any, **kwargs: Any) -> None:
+        if hasattr(type(self), _LAUNCHES):
+            raise TypeError(
+                f"{type(self).__name__} defines {_LAUNCHES!r}, which Paceline never calls. Remove it, and choose how "
+                "processes start with Trainer(strategy='ddp'), 'ddp_spawn', 'ddp_fork' or 'ddp_notebook', or start "
+                "them with torchrun."
+            )
         devices = kwargs.pop("parallel_devices", None)
         kwargs.pop("accelerator", None)
         parts = {name: kwargs.pop(name, None) for name in ("checkpoint_io", "cluster_environment")}

@@ -251,6 +251,62 @@ assert trainer._callback_connector._reorder_callbacks([one, two]) == [two, one]
 assert Net()._compiler_ctx is None
 """
 
+OUTSIDE = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.migration import migrate_checkpoint
+
+# a module is saved without a run
+quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+for put in (lambda strategy, net: strategy.connect(net), lambda strategy, net: setattr(strategy, "_lightning_module", net)):
+    trainer, net = pl.Trainer(enable_checkpointing=False, **quiet), Net()
+    put(trainer.strategy, net)
+    assert trainer.strategy._lightning_module is net is trainer.lightning_module and net.trainer is trainer
+    trainer.save_checkpoint("unfit.ckpt")
+    found = torch.load("unfit.ckpt", weights_only=False)
+    assert all(torch.equal(value, found["state_dict"][name]) for name, value in net.state_dict().items())
+    assert type(Net.load_from_checkpoint("unfit.ckpt")) is Net
+with pytest.raises(AttributeError, match="needs a Trainer"):
+    DDPStrategy().connect(Net())
+class Swaps(Net):
+    def on_train_start(self):
+        with pytest.raises(RuntimeError, match="before the run"):
+            self.trainer.strategy.connect(Net())
+        self.trainer.strategy.connect(self)
+fitted(net=Swaps(), epochs=1)
+
+# checkpoints of other versions
+assert migrate_checkpoint(found) == (found, {}) and "legacy_pytorch-lightning_version" not in found
+migrated, changes = migrate_checkpoint({"pytorch-lightning_version": "2.1.0", "epoch": 3}, target_version="2.2")
+now = {"pytorch-lightning_version": pl.__version__, "legacy_pytorch-lightning_version": "2.1.0", "epoch": 3}
+assert migrated == now and changes == {}, migrated
+with pytest.raises(ValueError, match="saved by version 1.9.5 of Lightning"):
+    migrate_checkpoint({"pytorch-lightning_version": "1.9.5"})
+
+# methods that a program overrides
+class Launches(DDPStrategy):
+    def _configure_launcher(self):
+        self._launcher = None
+with pytest.raises(TypeError, match="defines '_configure_launcher', which Paceline never calls"):
+    Launches()
+class Loads(Net):
+    def train_dataloader(self):
+        return batches()
+class CLI(LightningCLI):
+    asked = []
+    def _parse_ckpt_path(self):
+        self.asked.append(self.config.subcommand)
+    def _set_seed(self):
+        self.asked.append("seed")
+options = ["--trainer.fast_dev_run=true", "--trainer.logger=false", "--trainer.accelerator=cpu"]
+CLI(Loads, args=["fit", *options], save_config_callback=None)
+assert CLI.asked == ["fit", "seed"], CLI.asked
+"""
+
+
+def test_a_module_is_saved_without_a_run_and_overridden_methods_are_called_or_refused(tmp_path: Path) -> None:
+    run("-c", BEGINNING + OUTSIDE, folder=tmp_path)
+
 
 def test_callbacks_decide_save_and_restore_in_their_own_way(tmp_path: Path) -> None:
     run("-c", BEGINNING + STOPPING + SAVING + RESTORING, folder=tmp_path)
