@@ -251,6 +251,17 @@ assert trainer._callback_connector._reorder_callbacks([one, two]) == [two, one]
 assert Net()._compiler_ctx is None
 """
 
+RANKS = """
+from paceline import compat
+compat.install("lightning")
+from lightning_utilities.core.rank_zero import rank_zero_only as shared
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
+print(shared.rank, shared(lambda: "first")(), rank_zero_only.rank)
+rank_zero_only.rank = 3
+print(shared.rank, shared(lambda: "first", default="other")())
+"""
+
 OUTSIDE = """
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
@@ -302,6 +313,11 @@ options = ["--trainer.fast_dev_run=true", "--trainer.logger=false", "--trainer.a
 CLI(Loads, args=["fit", *options], save_config_callback=None)
 assert CLI.asked == ["fit", "seed"], CLI.asked
 """
+
+
+def test_rank_zero_only_of_lightning_utilities_knows_the_rank(tmp_path: Path) -> None:
+    assert run("-c", RANKS, folder=tmp_path).splitlines() == ["0 first 0", "3 other"]
+    assert run("-c", RANKS, folder=tmp_path, RANK="1", WORLD_SIZE="2").splitlines() == ["1 None 1", "3 other"]
 
 
 def test_a_module_is_saved_without_a_run_and_overridden_methods_are_called_or_refused(tmp_path: Path) -> None:
