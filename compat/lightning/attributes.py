@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def _share_rank() -> None:
-    """Set the rank of lightning-utilities' ``rank_zero_only`` too, which is Lightning's own, so that programs use it."""
+    """Set the rank of lightning-utilities' ``rank_zero_only`` too, which programs import because it is Lightning's."""
     with suppress(ModuleNotFoundError):
         theirs = import_module("lightning_utilities.core.rank_zero").rank_zero_only
         set_rank, module = messages.set_rank, vars(messages)

@@ -19,6 +19,7 @@ from typing import IO, Any, Literal, TypeVar
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import Self
 
 from ... import messages
@@ -177,6 +178,26 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
             f"The file {path!r} cannot be loaded, because it does not exist. Pass the path of an existing file."
         )
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+# lightning.pytorch.core.optimizer
+
+
+class NoOptimizer(Optimizer):
+    """An optimizer without parameters, to create a scheduler without a model."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Leave out the group."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Call the closure, if there is one."""
+        return None if closure is None else closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing, because there are no gradients."""
 
 
 # lightning.pytorch.utilities.migration

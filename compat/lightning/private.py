@@ -92,6 +92,7 @@ _VALUES: dict[str, Any] = {
     "_IS_WINDOWS": sys.platform == "win32",
     "_KINETO_AVAILABLE": torch.profiler.kineto_available(),
     "_SignalConnector": _SignalConnector,
+    "_MockOptimizer": library_functions.NoOptimizer,
     "_ResultCollection": ResultCollection,
     "_ResultMetric": ResultMetric,
     "_add_prefix": logger_functions.add_prefix,

@@ -249,6 +249,12 @@ assert reads.metric.meta.sync.should is True and trainer._results is None
 one, two = ModelCheckpoint("x"), reads
 assert trainer._callback_connector._reorder_callbacks([one, two]) == [two, one]
 assert Net()._compiler_ctx is None
+from lightning.pytorch.core.optimizer import _MockOptimizer
+mock = _MockOptimizer()
+schedule = torch.optim.lr_scheduler.StepLR(mock, 1)
+mock.step()
+schedule.step()
+assert mock.param_groups == [] and mock.step(lambda: 2) == 2 and isinstance(mock, torch.optim.Optimizer)
 """
 
 RANKS = """
@@ -269,9 +275,12 @@ from lightning.pytorch.utilities.migration import migrate_checkpoint
 
 # a module is saved without a run
 quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
-for put in (lambda strategy, net: strategy.connect(net), lambda strategy, net: setattr(strategy, "_lightning_module", net)):
+for name in ("connect", "_lightning_module"):
     trainer, net = pl.Trainer(enable_checkpointing=False, **quiet), Net()
-    put(trainer.strategy, net)
+    if name == "connect":
+        trainer.strategy.connect(net)
+    else:
+        trainer.strategy._lightning_module = net
     assert trainer.strategy._lightning_module is net is trainer.lightning_module and net.trainer is trainer
     trainer.save_checkpoint("unfit.ckpt")
     found = torch.load("unfit.ckpt", weights_only=False)
