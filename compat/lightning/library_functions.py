@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import IO, Any, Literal, TypeVar
 
 import torch
@@ -178,6 +178,18 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
             f"The file {path!r} cannot be loaded, because it does not exist. Pass the path of an existing file."
         )
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+# lightning.fabric.utilities.registry
+
+
+def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
+    """Let each subclass of ``parent`` in a module register itself, by calling its class method ``method``."""
+    of_parent = getattr(getattr(parent, method, None), "__func__", None)
+    for _, kind in inspect.getmembers(module, inspect.isclass):
+        register = getattr(kind, method, None) if issubclass(kind, parent) else None
+        if callable(register) and getattr(register, "__func__", register) is not of_parent:
+            register(registry)
 
 
 # lightning.pytorch.core.optimizer

@@ -109,6 +109,7 @@ _VALUES: dict[str, Any] = {
     "_load_from_checkpoint": load_from_checkpoint,
     "_materialize_meta_tensors": library_functions.materialize_meta_tensors,
     "_maybe_unwrap_optimized": uncompiled,
+    "_register_classes": library_functions.register_classes,
     "_sanitize_callable_params": logger_functions.sanitize_callable_params,
     "_sanitize_params": logger_functions.sanitize_params,
     "_scan_checkpoints": logger_functions.scan_checkpoints,

@@ -420,7 +420,18 @@ class CallbackConnector(View):
     }
 
 
-class AcceleratorConnector:
+class _Unpatched(type):
+    """Metaclass that warns of methods that a program replaces on the class, because Paceline never calls them."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        messages.warn_once(
+            f"{cls.__name__}.{name} was replaced by {messages.a(value)}, which Paceline never calls. Pass a Strategy "
+            "to Trainer(strategy=...), or a Precision to Trainer(plugins=...)."
+        )
+        super().__setattr__(name, value)
+
+
+class AcceleratorConnector(metaclass=_Unpatched):
     """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
     The constructor accepts some of the Trainer's arguments.
@@ -478,6 +489,9 @@ class AcceleratorConnector:
     def precision_plugin(self) -> Precision:
         """The strategy's Precision."""
         return self.strategy.precision
+
+    def _check_and_init_precision(self) -> Precision:
+        return self.precision_plugin
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:

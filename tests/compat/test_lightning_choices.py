@@ -309,6 +309,22 @@ class Launches(DDPStrategy):
         self._launcher = None
 with pytest.raises(TypeError, match="defines '_configure_launcher', which Paceline never calls"):
     Launches()
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+original = _AcceleratorConnector._check_and_init_precision
+assert original(trainer._accelerator_connector) is trainer.precision_plugin
+with pytest.warns(UserWarning, match="_check_and_init_precision was replaced by .* which Paceline never calls"):
+    _AcceleratorConnector._check_and_init_precision = lambda self: original(self)
+from types import ModuleType
+from lightning.fabric.utilities.registry import _register_classes
+from lightning.pytorch.accelerators import Accelerator
+class Made(Accelerator):
+    @classmethod
+    def register_accelerators(cls, registry):
+        registry["made"] = cls
+module, registry = ModuleType("made_up"), {}
+module.Made, module.Other, module.Accelerator = Made, Net, Accelerator
+_register_classes(registry, "register_accelerators", module, Accelerator)
+assert registry == {"made": Made}
 class Loads(Net):
     def train_dataloader(self):
         return batches()
