@@ -17,6 +17,7 @@ from ...strategies.ddp import DDPStrategy
 from ...trainer.module import TrainingModule
 
 _DDP_ARGUMENTS = "_ddp_kwargs"
+_COMPILER = "_compiler_ctx"
 
 
 def install() -> None:
@@ -34,20 +35,21 @@ def install() -> None:
     module: Any = TrainingModule
     module.to_torchscript = _refuse_torchscript
     module.to_tensorrt = _refuse_tensorrt
-    module._compiler_ctx = None  # a Trainer gets the module that torch.compile wraps, not a compiled module
+    setattr(module, _COMPILER, None)  # a Trainer unwraps a compiled module
 
 
 def _share_rank() -> None:
     """Set the rank of lightning-utilities' ``rank_zero_only`` too, which programs import because it is Lightning's."""
     with suppress(ModuleNotFoundError):
         theirs = import_module("lightning_utilities.core.rank_zero").rank_zero_only
-        set_rank, module = messages.set_rank, vars(messages)
+        module: Any = messages
+        set_rank = messages.set_rank
 
         def set_both(rank: int | None) -> None:
             set_rank(rank)
             theirs.rank = messages.rank()
 
-        module["set_rank"] = set_both
+        module.set_rank = set_both
         theirs.rank = messages.rank()
 
 

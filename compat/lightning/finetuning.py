@@ -10,12 +10,13 @@ from ...callbacks.finetuning import BaseFinetuning
 
 _KEPT = "_internal_optimizer_metadata"
 _RESUMES = "_restarting"
+_MAPS = "_apply_mapping_to_param_groups"
 
 
 def install() -> None:
     """Give BaseFinetuning these attributes and methods."""
     kind: Any = BaseFinetuning
-    kind._apply_mapping_to_param_groups = staticmethod(mapped)
+    setattr(kind, _MAPS, staticmethod(mapped))
     kind._store = _store
     kind.__init__ = _keeping(kind.__init__)
     kind.on_fit_start = _restoring(kind.on_fit_start)
