@@ -77,6 +77,7 @@ class CheckpointKeeper(Checkpoint):
         enable_version_counter: bool,
         async_save: bool | None,
     ) -> None:
+        super().__init__()
         check_mode("ModelCheckpoint", mode)
         _check_top_k(save_top_k, monitor)
         check_direction("ModelCheckpoint", monitor, mode)
@@ -182,7 +183,12 @@ class CheckpointKeeper(Checkpoint):
         ranked = ranked and self.save_top_k != 0
         if not (ranked or self.save_last) or not self.may_save(trainer):
             return
-        candidates = self._monitor_candidates(trainer)
+        self._save_as(trainer, self._monitor_candidates(trainer), ranked, scored, background)
+
+    def _save_as(
+        self, trainer: Trainer, candidates: dict[str, Tensor], ranked: bool, scored: bool, background: bool
+    ) -> None:
+        """Write the files that :meth:`save` describes, with the values ``candidates`` to rank and name them by."""
         values = self._values(trainer, candidates)
         if not scored:
             values.pop(self.monitor or "", None)

@@ -75,6 +75,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
+        super().__init__()
         check_mode("EarlyStopping", mode)
         if not isinstance(monitor, str) or not monitor:
             raise TypeError(
@@ -219,7 +220,7 @@ class EarlyStopping(Callback):
                 f"Divergence threshold reached: {name!r} is {value:.6g}, worse than {self.divergence_threshold:g}. "
                 "Training stops."
             )
-        if self._better(value + sign * self.min_delta, self.best_score):
+        if self._better(value + sign * abs(self.min_delta), self.best_score):
             text = f"{name!r} improved from {self.best_score:.6g} to {value:.6g}."
             self.best_score, self.wait_count = value.clone(), 0
             return EarlyStoppingReason.NOT_STOPPED, text

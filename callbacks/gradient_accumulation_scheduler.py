@@ -30,6 +30,7 @@ class GradientAccumulationScheduler(Callback):
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
+        super().__init__()
         if not isinstance(scheduling, Mapping) or not scheduling:
             raise TypeError(
                 f"GradientAccumulationScheduler: scheduling={scheduling!r} contains no epochs. "

@@ -28,6 +28,7 @@ class OnExceptionCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+        super().__init__()
         if not filename:
             raise ValueError(
                 f"OnExceptionCheckpoint: filename={filename!r} is empty, so the file would have no name. Pass a name "

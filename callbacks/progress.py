@@ -37,6 +37,7 @@ class ProgressBar(Callback):
     monitors_metrics = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._trainer: Trainer | None = None
         self._enabled = True
         self._dataloader_idx: int | None = None

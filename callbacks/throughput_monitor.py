@@ -184,6 +184,7 @@ class ThroughputMonitor(Callback):
         window_size: int = 100,
         separator: str = "/",
     ) -> None:
+        super().__init__()
         for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
             if function is not None and not callable(function):
                 raise TypeError(

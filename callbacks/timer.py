@@ -49,6 +49,7 @@ class Timer(Callback):
         verbose: bool = True,
         grace_seconds: float = 0.0,
     ) -> None:
+        super().__init__()
         if interval not in ("step", "epoch"):
             raise ValueError(
                 f"{messages.unknown('Timer interval', interval, ('step', 'epoch'))} The interval says when to check "

@@ -192,8 +192,8 @@ class TrainerCLI:
         self.setup_parser(run, of_main, of_subcommands)
         self.parse_arguments(self.parser, args)
         self.subcommand: str | None = self.config["subcommand"] if run else None
-        self._take_hyperparameters()
-        self._seed()
+        self._parse_ckpt_path()
+        self._set_seed()
         self.before_instantiate_classes()
         self.instantiate_classes()
         self.after_instantiate_classes()
@@ -304,7 +304,7 @@ class TrainerCLI:
         else:
             self.config = parser.parse_args(args)
 
-    def _take_hyperparameters(self) -> None:
+    def _parse_ckpt_path(self) -> None:
         """Replace the module's arguments with the hyperparameters in the ``--ckpt_path`` checkpoint."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
         if not path or not Path(path).exists():
@@ -330,7 +330,7 @@ class TrainerCLI:
         if self.config != before:
             messages.info(f"The model's arguments were taken from the hyperparameters in {messages.path(path)}.")
 
-    def _seed(self) -> None:
+    def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
         if seed is False:
             return

@@ -168,10 +168,11 @@ def restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] =
         if datamodule is not None and state is not None:
             by_datamodule(run, "load_state_dict")(state)
     if "callbacks" in parts:
-        _restore_callbacks(run, checkpoint)
+        restore_callbacks(run, checkpoint)
 
 
-def _restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
+def restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Restore the callbacks' states; their hooks may change ``checkpoint``."""
     for callback in run.trainer.callbacks:
         call(callback, "on_load_checkpoint", run.trainer, run.module, checkpoint)
     states = dict(checkpoint.get("callbacks", {}))
@@ -214,7 +215,7 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
         restore_optimizers(run, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
         restore_precision(run.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
     if "schedulers" in parts:
-        _restore_schedulers(run, checkpoint.get("lr_schedulers", []))
+        restore_schedulers(run, checkpoint.get("lr_schedulers", []))
     resumed = Resumed(run, checkpoint, parts)
     if "loops" in parts:
         counters = run.state.state_dict() | (section.get("progress") or lightning_format.progress(checkpoint))
@@ -231,7 +232,8 @@ def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...
     return resumed
 
 
-def _restore_schedulers(run: Run, states: list[dict[str, Any]]) -> None:
+def restore_schedulers(run: Run, states: list[dict[str, Any]]) -> None:
+    """Restore the schedulers' states."""
     configs = run.lr_scheduler_configs
     _same_count("learning rate schedulers", len(states), len(configs))
     for config, state in zip(configs, states, strict=True):

@@ -99,7 +99,7 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
     for name in own_methods(owner, base):
         if name not in known:
             meant = meant_hook(owner, base, name, known)
-            if meant is not None:
+            if meant is not None and not _is_used(owner, base, name):
                 raise TypeError(
                     f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean "
                     f"{meant!r}? Rename it. If it is not meant to be a hook, choose a less similar name."
@@ -108,6 +108,14 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
         method = overridden(owner, name, base)
         if method is not None and name not in STEPS:
             check_signature(owner, name, method)
+
+
+def _is_used(owner: Any, base: type, name: str) -> bool:
+    """Return True if another method of the owner's classes uses ``name``, which is then no misspelled hook."""
+    kinds = (kind for kind in type(owner).__mro__ if kind not in base.__mro__)
+    others = (method for kind in kinds for other, method in vars(kind).items() if other != name)
+    codes = (getattr(getattr(method, "__func__", method), "__code__", None) for method in others)
+    return any(code is not None and name in code.co_names for code in codes)
 
 
 def own_methods(owner: Any, base: type) -> list[str]:

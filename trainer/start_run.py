@@ -247,6 +247,13 @@ def attach_parts(run: Run, request: Request, module: TrainingModule) -> dict[str
     return loaders
 
 
+def hold(run: Run, module: TrainingModule) -> None:
+    """Attach a module outside of a run, so that it can be saved."""
+    run.module = run.model = module
+    module.trainer = run.trainer
+    bind_hooks(run)
+
+
 def bind_hooks(run: Run) -> None:
     """Bind the hooks. Called again after ``setup`` and ``configure_model``, which may add hooks."""
     run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
 
+from ... import messages
 from ...callbacks.early_stopping import EarlyStopping
 from ...data.datamodule import DataModule
 from ...processes import seed
@@ -14,11 +17,13 @@ from ...strategies.ddp import DDPStrategy
 from ...trainer.module import TrainingModule
 
 _DDP_ARGUMENTS = "_ddp_kwargs"
+_COMPILER = "_compiler_ctx"
 
 
 def install() -> None:
     """Add the attributes and methods, and enable the environment variables for seeds that begin with ``PL_``."""
     seed.OTHER_PREFIXES.append("PL")
+    _share_rank()
     stopping: Any = EarlyStopping
     stopping.mode_dict = {"min": torch.lt, "max": torch.gt}
     stopping.order_dict = {"min": "<", "max": ">"}
@@ -30,6 +35,22 @@ def install() -> None:
     module: Any = TrainingModule
     module.to_torchscript = _refuse_torchscript
     module.to_tensorrt = _refuse_tensorrt
+    setattr(module, _COMPILER, None)  # a Trainer unwraps a compiled module
+
+
+def _share_rank() -> None:
+    """Set the rank of lightning-utilities' ``rank_zero_only`` too, which programs import because it is Lightning's."""
+    with suppress(ModuleNotFoundError):
+        theirs = import_module("lightning_utilities.core.rank_zero").rank_zero_only
+        module: Any = messages
+        set_rank = messages.set_rank
+
+        def set_both(rank: int | None) -> None:
+            set_rank(rank)
+            theirs.rank = messages.rank()
+
+        module.set_rank = set_both
+        theirs.rank = messages.rank()
 
 
 def _ddp_kwargs(strategy: DDPStrategy) -> dict[str, Any]:

@@ -68,7 +68,18 @@ def install(version: str) -> None:
     from ...strategies.precision import base as precision
     from ...trainer import checkpoint_contents, default_callbacks, start_run, stopping
     from ...trainer import hooks as trainer_hooks
-    from . import attributes, hooks, lenient, lr_find, own_loops, plugins, views
+    from . import (
+        attributes,
+        finetuning,
+        hooks,
+        lenient,
+        lr_find,
+        own_loops,
+        plugins,
+        saving_choices,
+        stopping_choices,
+        views,
+    )
 
     start_run.log_hyperparameters = _then_saving(start_run.log_hyperparameters)
     users: list[Any] = [default_callbacks, start_run]
@@ -95,6 +106,8 @@ def install(version: str) -> None:
     lenient.install()
     _change_loggers()
     _change_callbacks()
+    for part in (saving_choices, stopping_choices, finetuning):
+        part.install()
     _change_averaging()
     _change_summaries()
     _change_tuner()
@@ -140,7 +153,7 @@ def _change_callbacks() -> None:
     from ...callbacks.model_checkpoint import ModelCheckpoint
     from ...callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from ...callbacks.timer import Timer
-    from . import lenient, saving_choices
+    from . import lenient
     from .callbacks import (
         due_without_scheduler,
         in_folder_of_logger,
@@ -193,7 +206,6 @@ def _change_callbacks() -> None:
         }
     )
 
-    saving_choices.install()
     BackboneFinetuning._every_optimizer = True
     StochasticWeightAveraging._before_epochs = True
     for name, hook in stats_hooks().items():

@@ -23,7 +23,6 @@ _UNCALLED = (
     "_save_last_checkpoint",
     "_save_monitor_checkpoint",
     "_save_none_monitor_checkpoint",
-    "_save_topk_checkpoint",
     "_should_remove_checkpoint",
     "_should_save_on_exception",
 )
@@ -48,8 +47,8 @@ def refusing_uncalled(init: Callable[..., None]) -> Callable[..., None]:
             raise TypeError(
                 f"{type(callback).__name__} defines {messages.names(found, last='and')}, which Paceline never calls. "
                 "Override _monitor_candidates, _should_skip_saving_checkpoint, _should_save_on_train_epoch_end, "
-                "_update_best_and_save, _save_checkpoint, _remove_checkpoint, format_checkpoint_name or a hook "
-                "instead, or rename the method if only your code calls it."
+                "_save_topk_checkpoint, _update_best_and_save, _save_checkpoint, _remove_checkpoint, "
+                "format_checkpoint_name or a hook instead, or rename the method if only your code calls it."
             )
         init(callback, *args, **kwargs)
 

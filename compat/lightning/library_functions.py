@@ -13,14 +13,17 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import IO, Any, Literal, TypeVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import Self
 
 from ... import messages
+from ...checkpoint import lightning_format
 from ...checkpoint.atomic_write import written_aside
 from ...checkpoint.objects import is_trusted
 from ...checkpoint.storage import is_remote, location
@@ -175,6 +178,70 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
             f"The file {path!r} cannot be loaded, because it does not exist. Pass the path of an existing file."
         )
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+# lightning.fabric.utilities.registry
+
+
+def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
+    """Let each subclass of ``parent`` in a module register itself, by calling its class method ``method``."""
+    of_parent = getattr(getattr(parent, method, None), "__func__", None)
+    for _, kind in inspect.getmembers(module, inspect.isclass):
+        register = getattr(kind, method, None) if issubclass(kind, parent) else None
+        if callable(register) and getattr(register, "__func__", register) is not of_parent:
+            register(registry)
+
+
+# lightning.pytorch.core.optimizer
+
+
+class NoOptimizer(Optimizer):
+    """An optimizer without parameters, to create a scheduler without a model."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Leave out the group."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Call the closure, if there is one."""
+        return None if closure is None else closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing, because there are no gradients."""
+
+
+# lightning.pytorch.utilities.migration
+
+#: The version from which on the layout of checkpoints is the same, and the keys of a checkpoint's versions.
+_SAME_LAYOUT = Version("2.0.0")
+_VERSION, _LEGACY_VERSION = "pytorch-lightning_version", "legacy_pytorch-lightning_version"
+
+
+def migrate_checkpoint(
+    checkpoint: dict[str, Any], target_version: str | None = None
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return a checkpoint in the current layout, and the changes; a file of Lightning 2 or Paceline needs none.
+
+    Args:
+        checkpoint: the contents of a file; its version is updated in place.
+        target_version: accepted, but there is no change that it could leave out.
+
+    Raises:
+        ValueError: the file is older than Lightning 2.
+    """
+    saved = str(checkpoint.get(_VERSION, "0"))
+    if Version(saved) < _SAME_LAYOUT:
+        raise ValueError(
+            f"The checkpoint was saved by version {saved} of Lightning, and Paceline reads the layout of 2.0 or newer. "
+            "Convert the file with `python -m lightning.pytorch.utilities.upgrade_checkpoint FILE` where Lightning is "
+            "installed."
+        )
+    if saved != lightning_format.LAYOUT_VERSION:
+        checkpoint.setdefault(_LEGACY_VERSION, saved)
+        checkpoint[_VERSION] = lightning_format.LAYOUT_VERSION
+    return checkpoint, {}
 
 
 # lightning.fabric.utilities.init

@@ -55,7 +55,7 @@ _HOMES = {
         "lightning_getattr lightning_hasattr lightning_setattr recursive_detach save_hyperparameters "
         "Interval get_standard_metrics convert_inf multiplicative do_nothing_closure merge_dicts "
         "pl_worker_init_function LightningEnum is_shared_filesystem convert_to_tensors "
-        "convert_tensors_to_scalars disable_possible_user_warnings is_param_in_hook_signature"
+        "convert_tensors_to_scalars disable_possible_user_warnings is_param_in_hook_signature migrate_checkpoint"
     ),
     "compat.lightning.collectives": "CollectibleGroup Collective SingleDeviceCollective TorchCollective",
     "compat.lightning.fabric_wrappers": "is_wrapped",
@@ -165,7 +165,7 @@ _NOT_HERE = {
         "PositionalEncoding SequenceSampler SimpleLSTM Transformer WikiText2 get_torchvision_model tokenize"
     ),
     "use `paceline checkpoint export`": (
-        "convert_zero_checkpoint_to_fp32_state_dict ds_checkpoint_dir main migrate_checkpoint pl_legacy_patch"
+        "convert_zero_checkpoint_to_fp32_state_dict ds_checkpoint_dir main pl_legacy_patch"
     ),
     "use ModelSummary": (
         "DeepSpeedLayerSummary DeepSpeedSummary LayerSummary PARAMETER_NUM_UNITS UNKNOWN_SIZE NOT_APPLICABLE "

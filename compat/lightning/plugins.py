@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload
 
+from ... import messages
 from ...callbacks.device_stats_monitor import cpu_stats, device_stats
 from ...checkpoint.checkpoint_io import AsyncCheckpointIO, TorchCheckpointIO
 from ...processes.accelerators import Accelerator, AcceleratorRegistry
@@ -27,7 +28,7 @@ from ...strategies.base import Strategy
 from ...strategies.distributed import DistributedStrategy
 from ...strategies.fsdp.settings import FSDPSettings
 from ...torch_private import pytree
-from ...trainer import checkpoint_contents
+from ...trainer import checkpoint_contents, start_run
 from ...trainer.trainer import Trainer
 
 #: The last Trainer that created or received each strategy.
@@ -44,14 +45,23 @@ def _trainer(strategy: Strategy) -> Any:
     return None if found is None else found()
 
 
-def _of_trainer(name: str, otherwise: Any = None) -> property:
-    """Create a property for strategies that reads the attribute ``name`` of the strategy's Trainer."""
+def _of_trainer(name: str, otherwise: Any = None, settable: bool = False) -> property:
+    """Create a property for strategies that reads, or sets, the attribute ``name`` of the strategy's Trainer."""
 
     def get(strategy: Strategy) -> Any:
         trainer = _trainer(strategy)
         return otherwise if trainer is None else getattr(trainer, name)
 
-    return property(get, doc=f"The Trainer's ``{name}``.")
+    def put(strategy: Strategy, value: Any) -> None:
+        trainer = _trainer(strategy)
+        if trainer is None:
+            raise AttributeError(
+                f"{type(strategy).__name__}.{name} cannot be set, because no Trainer has this strategy yet. Set it "
+                "during the fit, for example in on_train_epoch_start."
+            )
+        setattr(trainer, name, value)
+
+    return property(get, put if settable else None, doc=f"The Trainer's ``{name}``.")
 
 
 class StrategyNames(Strategy):
@@ -64,8 +74,36 @@ class StrategyNames(Strategy):
     handles_gradient_accumulation = False
     lightning_module = _of_trainer("lightning_module")
     model = _of_trainer("model")
-    optimizers = _of_trainer("optimizers", [])
-    lr_scheduler_configs = _of_trainer("lr_scheduler_configs", [])
+    optimizers = _of_trainer("optimizers", [], settable=True)
+    lr_scheduler_configs = _of_trainer("lr_scheduler_configs", [], settable=True)
+
+    @property
+    def _lightning_module(self) -> Any:
+        return self.lightning_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:
+        self.connect(module)
+
+    def connect(self, model: Any) -> None:
+        """Give the Trainer a module before its first run, so that ``trainer.save_checkpoint`` can save it."""
+        trainer = _trainer(self)
+        if trainer is None:
+            raise AttributeError(
+                f"{type(self).__name__}.connect needs a Trainer. Create one with Trainer(strategy=...), and use its "
+                "strategy."
+            )
+        if trainer.state.fn is not None and model is not trainer.lightning_module:
+            raise RuntimeError(
+                f"The module cannot be replaced by {messages.a(model)} during {trainer.state.fn}. Connect it before "
+                "the run."
+            )
+        start_run.hold(trainer.current_run, model)
+
+    @property
+    def strategy_name(self) -> str:
+        """The name by which a Trainer chooses this strategy."""
+        return self.names[0] if self.names else type(self).__name__.lower()
 
     @property
     def accelerator(self) -> Accelerator:
@@ -200,6 +238,10 @@ _FSDP = {
 }
 
 
+#: Method of Lightning's strategies that has no equivalent in Paceline.
+_LAUNCHES = "_configure_launcher"
+
+
 def take_arguments(strategy: Any) -> None:
     """Make a strategy's constructor accept Lightning's additional arguments.
 
@@ -211,6 +253,12 @@ def take_arguments(strategy: Any) -> None:
 
     @functools.wraps(init)
     def take(self: Any, *args: Any, **kwargs: Any) -> None:
+        if hasattr(type(self), _LAUNCHES):
+            raise TypeError(
+                f"{type(self).__name__} defines {_LAUNCHES!r}, which Paceline never calls. Remove it, and choose how "
+                "processes start with Trainer(strategy='ddp'), 'ddp_spawn', 'ddp_fork' or 'ddp_notebook', or start "
+                "them with torchrun."
+            )
         devices = kwargs.pop("parallel_devices", None)
         kwargs.pop("accelerator", None)
         parts = {name: kwargs.pop(name, None) for name in ("checkpoint_io", "cluster_environment")}

@@ -20,6 +20,7 @@ from ...strategies.compile_networks import uncompiled
 from ...utilities.rank_zero import WarningCache
 from ..finder import UNKNOWN, placeholder
 from . import library_functions, logger_functions
+from .results import ResultCollection, ResultMetric
 
 _FLAG = re.compile(r"_(TORCH|TORCHMETRICS|PYTHON|OMEGACONF)_(GREATER_EQUAL|EQUAL|LESS_EQUAL)_(\d+(?:_\d+)*)")
 _COMPARED = {"GREATER_EQUAL": operator.ge, "LESS_EQUAL": operator.le, "EQUAL": operator.eq}
@@ -91,6 +92,9 @@ _VALUES: dict[str, Any] = {
     "_IS_WINDOWS": sys.platform == "win32",
     "_KINETO_AVAILABLE": torch.profiler.kineto_available(),
     "_SignalConnector": _SignalConnector,
+    "_MockOptimizer": library_functions.NoOptimizer,
+    "_ResultCollection": ResultCollection,
+    "_ResultMetric": ResultMetric,
     "_add_prefix": logger_functions.add_prefix,
     "_atomic_save": library_functions.atomic_save,
     "_convert_json_serializable": logger_functions.convert_json_serializable,
@@ -105,6 +109,7 @@ _VALUES: dict[str, Any] = {
     "_load_from_checkpoint": load_from_checkpoint,
     "_materialize_meta_tensors": library_functions.materialize_meta_tensors,
     "_maybe_unwrap_optimized": uncompiled,
+    "_register_classes": library_functions.register_classes,
     "_sanitize_callable_params": logger_functions.sanitize_callable_params,
     "_sanitize_params": logger_functions.sanitize_params,
     "_scan_checkpoints": logger_functions.scan_checkpoints,

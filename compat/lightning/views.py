@@ -21,10 +21,12 @@ from ...strategies.base import Strategy
 from ...strategies.choose import choose_strategy
 from ...strategies.precision.base import Precision
 from ...strategies.sync_batch_norm import TorchSyncBatchNorm
-from ...trainer import data_source
+from ...trainer import data_source, default_callbacks
 from ...trainer.module import TrainingModule
 from ...trainer.plugins import sort_plugins
 from ...trainer.trainer import Trainer
+from . import restoring
+from .results import results
 from .texts import with_tensors
 
 #: A function that reads a name's value, and Paceline's own name for that value.
@@ -59,6 +61,9 @@ class View:
         return read(vars(self)["trainer"])
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if not name.isidentifier():  # a note of the program's own; no code reads it as an attribute
+            vars(self)[name] = value
+            return
         if name not in self.writes:
             raise AttributeError(
                 f"{self.place}.{name} cannot be set, because it only reflects the state of a run. {self.instead}"
@@ -372,7 +377,17 @@ class CheckpointConnector(View):
             "trainer.save_checkpoint(path)",
         ),
         "save_checkpoint": (lambda trainer: trainer.save_checkpoint, "trainer.save_checkpoint"),
+        "_loaded_checkpoint": (restoring.loaded, "torch.load"),
+    } | {
+        name: (lambda trainer, restore=restore: functools.partial(restore, trainer), "the argument ckpt_path of fit")
+        for name, restore in restoring.STEPS.items()
     }
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_loaded_checkpoint":
+            restoring.take(vars(self)["trainer"], value)
+        else:
+            super().__setattr__(name, value)
 
 
 def _is_logging(trainer: Trainer) -> bool:
@@ -400,10 +415,23 @@ class CallbackConnector(View):
 
     place = "trainer._callback_connector"
     instead = "Read trainer.callbacks, which lists the callbacks in the order in which they are called."
-    reads: ClassVar[Mapping[str, Read]] = {}
+    reads: ClassVar[Mapping[str, Read]] = {
+        "_reorder_callbacks": (lambda trainer: default_callbacks.order, "trainer.callbacks"),
+    }
 
 
-class AcceleratorConnector:
+class _Unpatched(type):
+    """Metaclass that warns of methods that a program replaces on the class, because Paceline never calls them."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        messages.warn_once(
+            f"{cls.__name__}.{name} was replaced by {messages.a(value)}, which Paceline never calls. Pass a Strategy "
+            "to Trainer(strategy=...), or a Precision to Trainer(plugins=...)."
+        )
+        super().__setattr__(name, value)
+
+
+class AcceleratorConnector(metaclass=_Unpatched):
     """``trainer._accelerator_connector``: the strategy and the plugins that a Trainer chose, or would choose.
 
     The constructor accepts some of the Trainer's arguments.
@@ -461,6 +489,9 @@ class AcceleratorConnector:
     def precision_plugin(self) -> Precision:
         """The strategy's Precision."""
         return self.strategy.precision
+
+    def _check_and_init_precision(self) -> Precision:
+        return self.precision_plugin
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:
@@ -526,13 +557,13 @@ VIEWS: dict[str, Callable[[Trainer], Any]] = {
     "_checkpoint_connector": CheckpointConnector,
     "_data_connector": DataConnector,
     "_logger_connector": LoggerConnector,
+    "_results": results,
     "val_check_batch": _val_check_batch,
 }
 
 
 #: Attributes of Lightning's Trainer that cannot be read here, and what to use instead.
 _ABSENT = {
-    "_results": "Read trainer.callback_metrics or trainer.logged_metrics",
     "_signal_connector": "Paceline handles signals itself. Use a Callback's on_exception",
 }
 

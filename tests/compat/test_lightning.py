@@ -181,13 +181,13 @@ class Nan(Net):
         return super().training_step(batch, batch_idx)
 
 class Ranks(pl.callbacks.ModelCheckpoint):
-    def _save_topk_checkpoint(self, trainer, monitor_candidates):
+    def _save_monitor_checkpoint(self, trainer, monitor_candidates):
         pass
 
 try:
     Ranks()
 except MisconfigurationException as error:
-    assert "defines '_save_topk_checkpoint', which Paceline never calls" in str(error), error
+    assert "defines '_save_monitor_checkpoint', which Paceline never calls" in str(error), error
 else:
     raise AssertionError("no error")
 kept = pl.callbacks.ModelCheckpoint("kept", monitor="nan")
@@ -627,7 +627,6 @@ assert trainer._checkpoint_connector.dump_checkpoint()["global_step"] == 4
 strategy = trainer.strategy
 assert strategy.lightning_module is net and strategy.optimizers is trainer.optimizers
 assert strategy.lightning_module_state_dict().keys() == net.state_dict().keys()
-says(lambda: trainer._results, AttributeError, "private to Lightning", "callback_metrics")
 says(lambda: trainer._signal_connector, AttributeError, "private to Lightning", "on_exception")
 says(lambda: trainer.fit_loop.epoch_loop.val_loop._run, AttributeError, "private to Lightning", "callback_metrics")
 says(lambda: trainer._callback_connector._attach(), AttributeError, "trainer.callbacks")

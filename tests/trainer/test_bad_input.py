@@ -1015,6 +1015,45 @@ def test_a_misspelled_hook_of_a_data_module_is_refused_at_attach_time(
     )
 
 
+class Builds(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.built: list[str] = []
+        self.configure_models()
+
+    def configure_models(self) -> None:
+        self.built.append("base")
+
+    def on_train_epoch_end(self) -> None:
+        self.training_epoch_end()
+
+    def training_epoch_end(self) -> None:
+        self.built.append("epoch")
+
+
+class BuildsMore(Builds):
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.built.append("own")
+
+
+def test_a_method_that_the_class_itself_calls_is_no_misspelled_hook(quiet: dict[str, Any]) -> None:
+    module = BuildsMore()
+    Trainer(max_epochs=1, **quiet).fit(module, tiny_loader())
+    assert module.built == ["base", "own", "epoch"]
+
+
+def test_a_misspelled_hook_that_only_calls_its_base_is_refused(trainer: Trainer) -> None:
+    class Base(TinyModule):
+        def configure_models(self) -> None: ...
+
+    class Mine(Base):
+        def configure_models(self) -> None:
+            super().configure_models()
+
+    refused(lambda: trainer.fit(Mine(), tiny_loader()), TypeError, "Mine.configure_models is not a hook")
+
+
 @pytest.mark.parametrize("name", ["on_my_own", "on_request", "once", "training_state", "configure_everything", "step"])
 def test_a_method_that_is_like_no_hook_is_the_users_own(name: str, quiet: dict[str, Any]) -> None:
     module = with_method(name, lambda self: None)
