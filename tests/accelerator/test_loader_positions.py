@@ -280,7 +280,10 @@ def test_skip_first_batches_with_another_number_counts_and_says_what_that_means(
     script = Script(Accelerator, 4, seed=9)
     script.accelerator.load_state(tmp_path / "s")
     _, said = warned(lambda: iter(script.accelerator.skip_first_batches(script.loader, step)))
-    assert f"had moved the loader to batch 3 of epoch 0, so the pass {what}. Delete the call" in said[0]
+    assert (
+        f"had moved the loader to batch 3 of epoch 0, so the pass {what}. To continue after batch 3, delete the call"
+        in said[0]
+    )
     waits = script.accelerator.gradient_state.window.count
     assert waits == (3 if step == 5 else 0)  # what comes again does not count twice
     assert all((p.grad is None) is (waits == 0) for p in script.model.parameters())

@@ -83,7 +83,7 @@ def test_only_the_keys_asked_for_are_logged(psutil: ModuleType) -> None:
 
 
 def test_a_key_that_does_not_exist_is_refused_with_the_known_ones(psutil: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"Unknown key.*'cpu_percnt'.*Did you mean 'cpu_percent'"):
+    with pytest.raises(ValueError, match=r"Unknown DeviceStatsMonitor.* key 'cpu_percnt'.*Did you mean 'cpu_percent'"):
         fit(DeviceStatsMonitor(filter_keys=["cpu_percnt"]))
 
 

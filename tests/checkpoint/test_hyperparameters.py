@@ -130,7 +130,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one():
         def __init__(self, learning_rate: float) -> None:
             self.save_hyperparameters("learning_rat")
 
-    with pytest.raises(ValueError, match=r"Wrong.__init__ 'learning_rat'. Did you mean 'learning_rate'\?"):
+    with pytest.raises(ValueError, match=r"Wrong.__init__ argument 'learning_rat'. Did you mean 'learning_rate'\?"):
         Wrong(0.1)
 
 
@@ -165,7 +165,7 @@ def test_a_misspelled_name_to_ignore_is_pointed_out():
 
     messages.forget()
     with pytest.warns(
-        messages.PacelineWarning, match=r"the argument 'backbon' does not exist. Did you mean 'backbone'\?"
+        messages.PacelineWarning, match=r"there is no argument 'backbon' to ignore. Did you mean 'backbone'\?"
     ) as seen:
         Typo(1, 2)
     assert len(seen) == 1

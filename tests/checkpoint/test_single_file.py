@@ -392,7 +392,7 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path):
     section = {"format": single_file.FORMAT + 1, "versions": {"paceline": "9.9"}}
     single_file.write({**checkpoint(), "paceline": section}, tmp_path / "x.ckpt")
     with pytest.raises(
-        ValueError, match=r"format 2 \(written by paceline 9\.9\), but this version .* only reads .* up to 1\. Upgrade"
+        ValueError, match=r"format 2 \(written by paceline 9\.9\), but this version .* reads only .* up to 1\. Upgrade"
     ):
         single_file.read(tmp_path / "x.ckpt")
 

@@ -118,7 +118,7 @@ def test_each_part_is_replaced_once(quiet: dict[str, Any]) -> None:
 
 def test_a_layer_sync_contradicts_sync_batchnorm() -> None:
     assert Trainer(accelerator="cpu", sync_batchnorm=True, plugins=TorchSyncBatchNorm()).sync_batchnorm
-    with pytest.raises(ValueError, match=r"sync_batchnorm=True, plugins=\[Doubled\(...\)\]\) sets two ways"):
+    with pytest.raises(ValueError, match=r"sync_batchnorm=True, plugins=\[Doubled\(...\)\]\) asks for two ways"):
         Trainer(accelerator="cpu", sync_batchnorm=True, plugins=Doubled())
 
 
